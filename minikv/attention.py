@@ -1,0 +1,65 @@
+"""Attention over a cache, in plain torch: one token against its slots, or a chunk against past and itself."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minikv.seen import masked_softmax, visible
+
+QUERY_BLOCK = 256  # query rows per masked attention call: bounds the mask to QUERY_BLOCK x n
+
+
+def step_attention(
+    q: Tensor,
+    parts: list[tuple[Tensor, Tensor, Tensor]],
+    q_pos: Tensor,
+    window: int | None,
+) -> Tensor:
+    """One token's attention over several stretches of slots, as if they were one.
+
+    q `[B, H, G, D]`, each part (k `[B, H, n, D]`, v `[B, H, n, D]`, pos `[B, H, n]`), q_pos `[B, 1]` ->
+    y `[B, H, G, D]`. Logits are joined, keys and values never are; all arithmetic is float32.
+    """
+    scaled = q.float() * q.shape[-1] ** -0.5
+    logits = torch.cat([scaled @ k.float().mT for k, _, _ in parts], dim=-1)  # [B, H, G, n]
+    pos = torch.cat([pos for _, _, pos in parts], dim=-1)  # [B, H, n]
+    ok = visible(pos, q_pos[:, None], window)
+    p = masked_softmax(logits, ok[:, :, None])
+    sizes = [k.shape[2] for k, _, _ in parts]
+    y = [share @ v.float() for share, (_, v, _) in zip(p.split(sizes, -1), parts, strict=True)]
+    return sum(y).to(q.dtype)
+
+
+def causal_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A first chunk: nothing lies before it. q `[B, G*H, T, D]`, k, v `[B, H, T, D]`."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def chunk_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, pos: Tensor, window: int | None
+) -> Tensor:
+    """New tokens attend to the past and, causally, to each other.
+
+    q `[B, G*H, T, D]`; k, v `[B, H, n, D]` with positions `[B, H, n]`, the last T of the n being the new
+    tokens themselves; q_pos `[B, T]`, -1 for rows of padding, whose output is zero. Memory for the mask
+    grows with n, not with T.
+    """
+    batch, q_heads, length, d = q.shape
+    heads, n = k.shape[1:3]
+    grouped = q.unflatten(1, (heads, -1))  # [B, H, G, T, D]
+    out = torch.empty_like(grouped)
+    for start in range(0, length, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, length)
+        # Nothing after the block itself can be visible, and in a first chunk nothing before its window.
+        end = n - length + stop
+        first = max(start + 1 - window, 0) if window is not None and n == length else 0
+        block_pos = q_pos[:, None, start:stop, None]
+        ok = visible(pos[:, :, None, first:end], block_pos, window)  # [B, H, t, end - first]
+        ok = ok[:, :, None].expand(-1, -1, grouped.shape[2], -1, -1).flatten(2, 3)
+        # Folding the query heads of a group into the query axis spares repeating k and v.
+        y = F.scaled_dot_product_attention(
+            grouped[:, :, :, start:stop].flatten(2, 3), k[:, :, first:end], v[:, :, first:end], attn_mask=ok
+        )
+        out[:, :, :, start:stop] = y.unflatten(2, (grouped.shape[2], -1))
+    out = torch.where(q_pos[:, None, None, :, None] >= 0, out, 0)
+    return out.view(batch, q_heads, length, d)

@@ -1,0 +1,181 @@
+"""CompressedKVCache: kept and fresh tokens of every layer, and one operation, compress.
+
+    one layer:   | kept: survivors of the last compression | fresh: tokens since then |
+    compress:      kept + fresh + new tokens  ->  kept
+
+A prompt or a turn (T > 1) is compressed layer by layer right after it has attended, so at most one
+layer's uncompressed keys and values exist at a time. A single token (T = 1) goes to fresh; when fresh
+is full it is compressed into kept. Positions are true positions, one per slot, and the only mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from minikv.layer import Layer, Sizes
+from minikv.policy import Policy
+from minikv.rows import Rows
+
+DEFAULT_CONTEXT = 8192
+
+
+class CompressedKVCache(nn.Module):
+    """Made by `for_model`. A model calls `begin`, `attend` in each layer, `end`."""
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, budgets: list[int], batch: int, room: int, limit: int
+    ):
+        super().__init__()
+        config, embedding = model.config, model.embed.weight
+        self.policy, self.budgets, self.limit = policy, budgets, limit
+        group = config.n_heads // config.n_kv_heads
+        sizes = Sizes(batch, config.n_kv_heads, group, config.head_dim, embedding.dtype, embedding.device)
+        self.rows = Rows(batch, policy.every or room, policy.score.n_queries, embedding.device)
+        self.layers = nn.ModuleList(
+            Layer(sizes, policy, budget, config.window(i), block.attention.wo.weight, self.rows)
+            for i, (budget, block) in enumerate(zip(budgets, model.layers, strict=True))
+        )
+
+    @classmethod
+    def for_model(
+        cls,
+        model: nn.Module,
+        policy: Policy | str = "full",
+        budget: int = 512,
+        batch: int = 1,
+        room: int = 256,
+        context: int | None = None,
+    ) -> CompressedKVCache:
+        """An empty cache of the model's shape, on its device and in its dtype.
+
+        budget: tokens per KV head per layer, on average, that survive a compression, sinks and recent
+            tokens included. The full cache ignores it and holds `context` tokens.
+        room: fresh tokens between two compressions; the policy's `every` overrides it.
+        context: most tokens a full cache can hold; default the model's limit or 8192, whichever is less.
+        Raises ValueError for numbers that cannot work.
+        """
+        policy = Policy.parse(policy) if isinstance(policy, str) else policy
+        for name, value in (("budget", budget), ("batch", batch), ("room", room), ("context", context)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        limit = model.config.max_position
+        if context is not None and context > limit:
+            raise ValueError(f"a context of {context} tokens is more than the model's limit of {limit}")
+        if not policy.score.drops:
+            budget = limit = context or min(DEFAULT_CONTEXT, limit)
+        budgets = policy.layers.split(budget, model.config.n_layers)
+        policy.check_budget(min(budgets))
+        return cls(model, policy, budgets, batch, room, limit)
+
+    # What a model calls.
+
+    def begin(self, batch: int, length: int, pos: Tensor | None = None) -> Tensor:
+        """Positions `[B, T]` of the new tokens, checked, with room made for them; -1 is a row at rest.
+
+        `pos=None` continues after the tokens already seen. Raises ValueError where the batch differs,
+        positions go back, or the context is exceeded.
+        """
+        rows = self.rows
+        if batch != len(rows.seen):
+            raise ValueError(f"the cache holds {len(rows.seen)} rows, the tokens have {batch}")
+        order = torch.arange(length, device=rows.seen.device)
+        if pos is None:
+            pos = rows.seen[:, None] + order
+        if bool(((pos >= 0) & (pos < rows.seen[:, None])).any()):
+            raise ValueError(
+                f"positions go back: the cache has seen {rows.seen.tolist()} tokens per row, the new ones "
+                f"start at {pos.amin(1).tolist()}"
+            )
+        self.check_fits(int(pos.max()) + 1)
+        rows.plain = bool(((pos < 0) | (pos == pos[:, :1] + order)).all())
+        rows.gaps = rows.gaps or bool((pos < 0).any())
+        if length == 1:
+            self.reserve(1)
+            rows.place(pos)
+        else:
+            rows.remember(pos)
+        return pos
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """q `[B, G*H, T, D]`, k and v `[B, H, T, D]` after rope, pos `[B, T]` -> y `[B, G*H, T, D]`."""
+        if q.shape[2] == 1:
+            return self.layers[layer].step(q, k, v, pos, self.rows)
+        return self.layers[layer].chunk(q, k, v, pos, self.rows)
+
+    def end(self, pos: Tensor) -> None:
+        if pos.shape[1] == 1:
+            self.advance(pos)
+            self.settle()
+        else:
+            self.rows.absorb(pos)
+
+    # One decode step, in the parts a compiled loop calls: reserve; place, attend ..., advance; settle.
+
+    def reserve(self, n: int) -> None:
+        """Fresh slots for n more tokens where nothing makes room during decoding (`every=0`)."""
+        rows = self.rows
+        if self.policy.every == 0 and rows.free < n:
+            blocks = -(-(n - rows.free) // rows.first_room)
+            self.resize_room(rows.room + blocks * rows.first_room)
+
+    def place(self, pos: Tensor) -> None:
+        self.rows.place(pos)
+
+    def advance(self, pos: Tensor) -> None:
+        self.rows.advance(pos, keeps_fresh=self.policy.every != 1)
+
+    def settle(self) -> None:
+        """Host side of a step: count, and compress the rows whose fresh part is full."""
+        rows = self.rows
+        if self.policy.every == 1:
+            rows.used += 1
+            return
+        rows.free -= 1
+        if rows.free == 0 and self.policy.every != 0:
+            full = rows.cursor == rows.room
+            for layer in self.layers:
+                layer.flush(rows, full)
+            rows.used += rows.room
+            rows.clear(full)
+
+    # What users ask.
+
+    @property
+    def seen(self) -> Tensor:
+        """Tokens fed so far per row, `[B]`: the position of the next one. A copy."""
+        return self.rows.seen.clone()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor the cache owns, each storage once."""
+        storages = {b.untyped_storage().data_ptr(): b.untyped_storage() for b in self.buffers()}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def kept(self, layer: int) -> list[list[list[int]]]:
+        """Sorted original positions the layer holds, kept and fresh: rows of KV heads of positions."""
+        held = self.layers[layer]
+        fresh = held.fresh_tokens(self.rows.room, self.rows).pos
+        pos = torch.cat((held.kept.pos, fresh), dim=2)  # [B, H, slots + room]
+        return [[sorted(p for p in head if p >= 0) for head in row] for row in pos.tolist()]
+
+    def reset(self) -> None:
+        """Forget everything. Buffers keep their place, unless fresh had grown (`every=0`)."""
+        if self.rows.room != self.rows.first_room:
+            self.resize_room(self.rows.first_room)
+        self.rows.reset()
+        for layer in self.layers:
+            layer.reset()
+
+    def check_fits(self, n: int) -> None:
+        """Raises ValueError if n tokens in all are more than the cache or the model can take."""
+        if n > self.limit:
+            raise ValueError(
+                f"{n} tokens do not fit into a context of {self.limit}; use a shorter text, or, where that is "
+                "less than the model's own limit, a larger context or a policy that drops tokens"
+            )
+
+    def resize_room(self, room: int) -> None:
+        self.rows.resize(room)
+        for layer in self.layers:
+            layer.resize_room(room)

@@ -1,0 +1,102 @@
+"""A name or a folder in, a model or a tokenizer out."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from models.config import Config
+from models.hub import find
+from models.tokenizer import Tokenizer
+from models.tokenizer import load_tokenizer as read_tokenizer
+from models.transformer import Transformer
+from models.weights import load_weights
+from models.zoo import MODELS, config_from_json
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def load_model(
+    name_or_dir: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    layout: str = "hf",
+) -> Transformer:
+    """A model ready to run, from a preset's name, a folder, a GGUF file or a downloaded hub id.
+
+    device: default the GPU if there is one. dtype: default bfloat16 on a GPU, float32 on the CPU.
+    layout: "meta" for weights in Meta's own format, whose q and k rows pair up neighbours for rope.
+    Raises FileNotFoundError for what is not here yet and ValueError for what cannot be honoured, in one line.
+    """
+    directory = find(name_or_dir)
+    device, dtype = placement(device, dtype)
+    model = skeleton(read_config(directory))
+    load_weights(model, directory, device, dtype, layout)
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(name_or_dir: str | Path) -> Tokenizer:
+    """The tokenizer of a preset, a folder, a GGUF file or a downloaded hub id, with its chat format."""
+    preset = MODELS.get(str(name_or_dir))
+    return read_tokenizer(find(name_or_dir), format=preset.format if preset else None)
+
+
+def random_model(
+    shape: str | Config,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    seed: int = 0,
+) -> Transformer:
+    """A model of a preset's exact shape (or of a `Config`) with random weights: no download, for benchmarks."""
+    if isinstance(shape, str) and shape not in MODELS:
+        raise ValueError(f"no preset is called {shape!r}; presets are {', '.join(MODELS)}")
+    config = MODELS[shape].config if isinstance(shape, str) else shape
+    device, dtype = placement(device, dtype)
+    model = skeleton(config).to(dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.ones_(parameter)
+        else:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def skeleton(config: Config) -> Transformer:
+    """The modules without memory: parameters on the meta device, to be allocated once by whoever fills them."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def read_config(directory: Path) -> Config:
+    path = directory / "config.json"
+    try:
+        return config_from_json(json.loads(path.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON (line {error.lineno}); fetch it again") from error
+
+
+def placement(
+    device: str | torch.device | None, dtype: str | torch.dtype | None
+) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype with their defaults filled in."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, but this PyTorch sees no CUDA GPU; use --device cpu")
+    if dtype is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    return device, dtype

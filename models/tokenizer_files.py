@@ -1,0 +1,99 @@
+"""The tokenizer file of a checkpoint folder: found by name, understood by content."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from models.bpe import read_tokenizer_json
+from models.codec import Codec
+from models.ranks import read_rank_list, read_tekken
+from models.spm import read_sentencepiece
+
+# Where to look. What a file holds is never read off its name: Llama 2 and Llama 3 both call theirs
+# tokenizer.model.
+PLACES = ("*.model", "*.model.v*", "*.tiktoken", "tekken*.json", "tokenizer.json", "original/*.model")
+NEEDED = (
+    "a sentencepiece tokenizer.model (Llama 2, Mistral), a tekken.json (Mistral Nemo and later), a "
+    "byte-level BPE tokenizer.json (Llama 3, Qwen, SmolLM2) or a tiktoken rank list (Llama 3's "
+    "original/tokenizer.model, qwen.tiktoken)"
+)
+# Llama 2's and Mistral's own files come before the tokenizer.json converted from them. Llama 3's rank
+# list comes last: unlike the tokenizer.json beside it, it does not name the control tokens.
+TEKKEN, SENTENCEPIECE, TOKENIZER_JSON, RANKS = range(4)
+RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* +\d+\r?(\n|$)")
+
+
+def read_codec(directory: Path, model_type: str) -> Codec:
+    """The tokenizer of a folder, from the first usable file in the order of kinds above.
+
+    Raises FileNotFoundError for a folder without a tokenizer file, and where none can be used a
+    ValueError that says what each one is.
+    """
+    paths = sorted({path for place in PLACES for path in directory.glob(place) if path.is_file()})
+    if not paths:
+        raise FileNotFoundError(f"{directory} holds no tokenizer file; needed is {NEEDED}")
+    readers, problems = [], []
+    for path in paths:
+        try:
+            readers.append(reader(path, model_type))
+        except ValueError as error:
+            problems.append(str(error))
+    for _, read in sorted(readers, key=lambda item: item[0]):
+        try:
+            return read()
+        except ValueError as error:
+            problems.append(str(error))
+    raise ValueError(f"{'; '.join(problems)}. Needed is {NEEDED}")
+
+
+def reader(path: Path, model_type: str) -> tuple[int, Callable[[], Codec]]:
+    """(kind, function that reads the file). Raises ValueError saying what it is if not a tokenizer."""
+    data, name = path.read_bytes(), str(path)
+    if data.lstrip()[:1] == b"{":
+        document = parse_json(data, name)
+        if is_tekken(document):
+            return TEKKEN, lambda: read_tekken(document)
+        if isinstance(document.get("model"), dict) and "vocab" in document["model"]:
+            return TOKENIZER_JSON, lambda: read_tokenizer_json(document, name)
+        raise ValueError(f"{name} is JSON, but no tokenizer (keys: {', '.join(document)[:80]})")
+    if RANK_LINE.match(data):
+        return RANKS, lambda: read_rank_list(data, model_type, name)
+    # Protobuf: the first field of a model is a piece, whose first field is its text.
+    if data[:1] == b"\n" and data[2:3] == b"\n":
+        return SENTENCEPIECE, lambda: read_sentencepiece(data, name)
+    raise ValueError(f"{name} is {description(data)}")
+
+
+def is_tekken(document: dict[str, Any]) -> bool:
+    config = document.get("config")
+    keys = {"pattern", "default_vocab_size", "default_num_special_tokens"}
+    return isinstance(config, dict) and keys <= config.keys() and "vocab" in document
+
+
+def description(data: bytes) -> str:
+    """What a file that is no tokenizer is, as far as its beginning tells."""
+    start = data.lstrip()[:64]
+    if not start:
+        return "empty"
+    if start.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file it stands for (run `git lfs pull`)"
+    if start.startswith(b"<"):
+        return "a web page, not a tokenizer (a download that failed)"
+    return f"no known kind of tokenizer (it begins with {start[:16]!r})"
+
+
+def parse_json(data: bytes, name: str) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{name} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{name} holds a JSON {type(document).__name__}, not an object")
+    return document
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of the folder; {} if it is not there."""
+    return parse_json(path.read_bytes(), str(path)) if path.is_file() else {}

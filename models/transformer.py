@@ -1,0 +1,143 @@
+"""The one decoder behind Llama, Mistral and Qwen: embedding, blocks of attention and MLP, norm, head.
+
+The families differ by data only (`Config`). The model turns tokens into rotated queries, keys and values
+and hands them to a cache; it knows nothing of masks, budgets or layouts.
+
+Letters: B batch, T new tokens, H KV heads, G query heads per KV head, D head size, C model width, V vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import Config
+from models.rope import Rope, rotate
+
+
+class KVCache(Protocol):
+    """All a model knows of a cache. One forward is: begin, attend in every layer, end."""
+
+    def begin(self, batch: int, length: int, pos: Tensor | None) -> Tensor:
+        """Make room for `length` new tokens per row and give their positions, `[B, T]`; -1 rests."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """q [B, G*H, T, D], k and v [B, H, T, D] after rope, pos [B, T] -> y [B, G*H, T, D]."""
+
+    def end(self, pos: Tensor) -> None:
+        """Every layer has attended: count the new tokens as seen."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config, layer: int):
+        super().__init__()
+        self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
+        q_size, kv_size = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.sizes = (q_size, kv_size, kv_size)
+        self.wqkv = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
+        self.wo = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], pos: Tensor, cache: KVCache | None) -> Tensor:
+        batch, length, _ = x.shape
+        # [B, heads, T, D] each
+        q, k, v = (
+            part.view(batch, length, -1, self.head_dim).transpose(1, 2)
+            for part in self.wqkv(x).split(self.sizes, dim=-1)
+        )
+        q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
+        if cache is None:
+            y = causal_attention(q, k, v, self.window)
+        else:
+            y = cache.attend(self.layer, q, k, v, pos)
+        return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Attention without a cache: every token sees itself and what stands before it, within the window."""
+    length = q.shape[2]
+    if window is None or length <= window:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    index = torch.arange(length, device=q.device)
+    distance = index[:, None] - index
+    mask = (distance >= 0) & (distance < window)  # [T, T]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.ffn_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.ffn_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layer: int):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], pos: Tensor, cache: KVCache | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, pos, cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rope = Rope(config)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = None
+        if not config.tied:
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, pos: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """tokens and pos [B, T] -> logits [B, T, V].
+
+        Without a cache the rows are read from position 0 with plain causal attention. With one, `pos`
+        defaults to what follows the tokens already seen, and the call is complete: the cache has moved on,
+        evicted and compressed by the time it returns.
+        """
+        if cache is None:
+            if pos is None:
+                pos = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+            return self.logits(self.hidden(tokens, pos, None))
+        pos = cache.begin(*tokens.shape, pos)
+        x = self.hidden(tokens, pos, cache)
+        cache.end(pos)
+        return self.logits(x)
+
+    def hidden(self, tokens: Tensor, pos: Tensor, cache: KVCache | None) -> Tensor:
+        """tokens and pos [B, T] -> states before the head, [B, T, C]."""
+        x = self.embed(tokens)
+        rope = self.rope(pos)
+        for block in self.layers:
+            x = block(x, rope, pos, cache)
+        return self.norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """States [B, T, C] -> logits [B, T, V]."""
+        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)

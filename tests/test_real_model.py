@@ -1,0 +1,71 @@
+"""The embedded default model, for real: weights, tokenizer, chat, a long document on a budget."""
+
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+import transformers
+
+from minikv import Chat, CompressedKVCache, generate
+from models import load_model, load_tokenizer
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = ["What is the capital of France?", "Write a short poem about the sea.", "Why is the sky blue?"]
+NEEDLE = "The secret code for the blue door is 48213."
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_dir):
+    return load_model(smollm2_dir)
+
+
+@pytest.fixture(scope="module")
+def tok(smollm2_dir):
+    return load_tokenizer(smollm2_dir)
+
+
+def document(tok, n_tokens: int) -> str:
+    """Natural English that needs no download: Python's own language reference."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return tok.decode(tok.encode(text[: n_tokens * 8])[:n_tokens])
+
+
+def test_it_knows_the_capital_of_france(model, tok):
+    ids = tok.chat([{"role": "user", "content": QUESTIONS[0]}])
+    out = generate(model, ids, CompressedKVCache.for_model(model), tok, max_new_tokens=32)
+    assert "Paris" in out.text
+    assert out.reason == "eos"
+
+
+def test_greedy_ids_equal_transformers(model, tok, smollm2_dir):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
+    for question in QUESTIONS:
+        ids = tok.chat([{"role": "user", "content": question}])
+        cache = CompressedKVCache.for_model(model, "full", context=512)
+        ours = generate(model, ids, cache, max_new_tokens=64, ignore_eos=True).ids
+        want = theirs.generate(
+            torch.tensor([ids]), max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=2
+        )
+        # transformers' min_new_tokens forbids the end id, so compare up to where ours would end.
+        end = ours.index(2) if 2 in ours else 64
+        assert ours[:end] == want[0, len(ids) : len(ids) + end].tolist()
+
+
+def test_a_long_document_fits_a_small_budget_and_answers_two_questions(model, tok):
+    cache = CompressedKVCache.for_model(model, "snapkv", budget=512, room=256)
+    full = 2 * 30 * 3 * 64 * 4 * 6000
+    chat = Chat(model, tok, cache, max_new_tokens=24)
+    text = document(tok, 5900)
+    middle = len(text) // 2
+    asked = f"{text[:middle]}\n{NEEDLE}\n{text[middle:]}\n\nWhat is the secret code for the blue door?"
+    list(chat.send(asked))
+    assert 5900 < chat.prompt_tokens < 6200
+    for layer in range(30):
+        assert all(512 <= len(head) < 512 + 256 for head in cache.kept(layer)[0])
+    assert cache.nbytes < 1.08 * full * (512 + 256) / 6000
+    before = int(cache.seen[0])
+    answer = "".join(chat.send("Thank you. What is the capital of France?"))
+    assert chat.prompt_tokens < 40
+    assert int(cache.seen[0]) < before + 40 + 24 + 1
+    assert answer.strip()
