@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from minikv.attention import causal_chunk, chunk_attention, step_attention
+from kernels.attend import causal_chunk, chunk_attention, step_attention
 from minikv.policy import Policy
 from minikv.pool import Pool
 from minikv.rows import Rows, resized

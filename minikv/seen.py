@@ -6,21 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-
-def visible(pos: Tensor, q_pos: Tensor, window: int | None) -> Tensor:
-    """Which keys a query may see; positions are the only mask there is.
-
-    A key counts if its slot is not empty (-1), it is not later than the query and lies within the
-    layer's sliding window. Both arguments broadcast against each other.
-    """
-    ok = (pos >= 0) & (pos <= q_pos)
-    return ok if window is None else ok & (pos > q_pos - window)
-
-
-def masked_softmax(logits: Tensor, ok: Tensor) -> Tensor:
-    """Softmax over the last axis where `ok`; a row that sees nothing is all zeros, never NaN."""
-    lowest = torch.finfo(logits.dtype).min
-    return torch.where(ok, logits, lowest).softmax(-1) * ok
+from kernels.attend import masked_softmax, visible
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ LAYERS = {
     "minikv.strategies": 2,
     "minikv.policy": 3,
     "minikv.pool": 3,
-    "minikv.attention": 3,
     "minikv.rows": 3,
     "minikv.layer": 4,
     "minikv.cache": 5,

@@ -4,9 +4,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.seen import masked_softmax, visible
-
 QUERY_BLOCK = 256  # query rows per masked attention call: bounds the mask to QUERY_BLOCK x n
+
+
+def visible(pos: Tensor, q_pos: Tensor, window: int | None) -> Tensor:
+    """Which keys a query may see; positions are the only mask there is.
+
+    A key counts if its slot is not empty (-1), it is not later than the query and lies within the
+    layer's sliding window. Both arguments broadcast against each other.
+    """
+    ok = (pos >= 0) & (pos <= q_pos)
+    return ok if window is None else ok & (pos > q_pos - window)
+
+
+def masked_softmax(logits: Tensor, ok: Tensor) -> Tensor:
+    """Softmax over the last axis where `ok`; a row that sees nothing is all zeros, never NaN."""
+    lowest = torch.finfo(logits.dtype).min
+    return torch.where(ok, logits, lowest).softmax(-1) * ok
 
 
 def step_attention(

@@ -1,0 +1,1 @@
+"""Pure functions on tensors: they know neither strategies nor models."""

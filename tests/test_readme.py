@@ -1,0 +1,55 @@
+"""What the README says can be typed."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from models import MODELS
+from scripts import chat, download
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    lines = [part for block in blocks("bash") for line in block.splitlines() for part in line.split("&&")]
+    return [shlex.split(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in commands() if c[:1] == ["python"] and c[1] != "-m"], ids=" ".join
+)
+def test_every_command_is_understood(command):
+    _, script, *flags = command
+    {"scripts/chat.py": chat.parse_args, "scripts/download.py": download.parse}[script](flags)
+
+
+def test_requirement_files_and_test_command_are_those_of_ci():
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert ["pip", "install", "-r", "requirements-dev.txt"] in commands()
+    assert ["python", "-m", "pytest"] in commands() and "python -m pytest\n" in ci
+
+
+def test_every_preset_is_listed_and_nothing_else():
+    table = README[README.index("## Models") : README.index("`python scripts/download.py --list`")]
+    assert set(re.findall(r"`([a-z0-9.-]+-[a-z0-9.-]+)`", table)) == set(MODELS)
+
+
+@pytest.mark.slow
+def test_the_python_example_runs(capsys, smollm2_dir):
+    (example,) = blocks("python")
+    exec(compile(example, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "Paris" in out
+
+
+def test_files_named_in_the_tree_exist():
+    tree = README[README.index("## Reading the code") : README.index("## Limits")]
+    for folder, name in re.findall(r"^(\w+/)(\w+\.py)", tree, re.MULTILINE):
+        assert (ROOT / folder / name).is_file(), folder + name
