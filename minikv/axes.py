@@ -22,7 +22,11 @@ from minikv.seen import Seen
 
 @dataclass(frozen=True)
 class Scorer(ABC):
-    """Ranks candidates: the highest scores stay. `score` must not depend on other rows of the batch."""
+    """Ranks candidates: the highest scores stay. Rows of a batch must not depend on each other.
+
+    A scorer may keep statistics per token: `state` declares them, `enter` gives those of new tokens,
+    `absorb` and `watch` update them after a chunk and after a single token. They travel with the token.
+    """
 
     @property
     def n_queries(self) -> int:
@@ -30,13 +34,61 @@ class Scorer(ABC):
         return 0
 
     @property
+    def keeps_window(self) -> int:
+        """How many of the last tokens the method itself never drops, whatever the policy's `recent`."""
+        return 0
+
+    @property
     def drops(self) -> bool:
         """Whether tokens are ever dropped; if not, the budget is a capacity."""
         return True
 
+    @property
+    def before(self) -> bool:
+        """Whether a step drops ahead of its attention, so that the dropped token is not seen any more."""
+        return False
+
+    @property
+    def one_by_one(self) -> bool:
+        """With `before`: whether a prompt or turn beyond the budget is taken token by token as well."""
+        return False
+
+    @property
+    def shifts_sinks(self) -> bool:
+        """Whether the sinks are moved up to the other tokens, so that positions may pass the trained length."""
+        return False
+
+    @property
+    def watches(self) -> bool:
+        """Whether `watch` wants to see every step's attention."""
+        return False
+
     @abstractmethod
     def score(self, seen: Seen) -> Tensor:
         """Float32 `[B, H, n]`, higher is more important; empty candidates may get anything."""
+
+    def state(self, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Statistics per token and KV head: name -> (shape, dtype)."""
+        return {}
+
+    def enter(self, k: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """Statistics of tokens that have just arrived, with keys `[B, H, T, D]` and ids `[B, T]`: zeros by default."""
+        return {
+            name: torch.zeros(*k.shape[:3], *shape, dtype=dtype, device=k.device)
+            for name, (shape, dtype) in self.state(k.shape[-1]).items()
+        }
+
+    def absorb(self, seen: Seen) -> dict[str, Tensor]:
+        """Statistics of all candidates after a chunk has attended, each `[B, H, n, ...]`."""
+        return dict(seen.state)
+
+    def watch(self, state: dict[str, Tensor], p: Tensor, share: Tensor, now: Tensor) -> None:  # noqa: B027
+        """Update statistics in place after one token has attended. Tensor code only: part of the compiled step.
+
+        state: name -> `[B, H, n, ...]`; p `[B, H, n]`: attention each slot got, mean over the group, float32;
+        share, broadcasting to p: 1 / number of tokens the head held; now `[B, 1, 1]`: position, -1 at rest
+        (a row at rest, like an empty slot, has p = 0; its statistics must stay as they are).
+        """
 
 
 @dataclass(frozen=True)
@@ -64,8 +116,17 @@ class Refiner:
 class HeadSplit:
     """A layer's budget over its KV heads; this one gives each the same."""
 
-    def split(self, scores: Tensor, budget: int) -> Tensor:
-        """`scores [B, H, n]`, budget per head on average -> int64 `[B, H]` summing to `H * budget`."""
+    @property
+    def uniform(self) -> bool:
+        """Whether every head always gets the same, so that the layer can be stored as a rectangle."""
+        return True
+
+    def split(self, scores: Tensor, budget: int, layer: int) -> Tensor:
+        """`scores [B, H, n]`, budget per head on average -> int64 `[B, H]` summing to `H * budget`.
+
+        Protected candidates have +inf, empty ones -inf. A head that has fewer tokens than it is given
+        wastes the difference, so budget is to be given where there are tokens.
+        """
         batch, heads, _ = scores.shape
         return torch.full((batch, heads), budget, device=scores.device)
 

@@ -10,14 +10,20 @@ is full it is compressed into kept. Positions are true positions, one per slot, 
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from minikv.layer import Layer, Sizes
+import minikv.cache_file as cache_file
+from minikv.layer import Layer
 from minikv.policy import Policy
+from minikv.pool import Sizes
 from minikv.rows import Rows
 
 DEFAULT_CONTEXT = 8192
+UNLIMITED = 2**31 - 1  # positions are int32
 
 
 class CompressedKVCache(nn.Module):
@@ -29,11 +35,23 @@ class CompressedKVCache(nn.Module):
         super().__init__()
         config, embedding = model.config, model.embed.weight
         self.policy, self.budgets, self.limit = policy, budgets, limit
+        self.model_id = cache_file.fingerprint(model)
+        self.note: dict[str, Any] | None = None  # what `save` was given beside the cache
         group = config.n_heads // config.n_kv_heads
         sizes = Sizes(batch, config.n_kv_heads, group, config.head_dim, embedding.dtype, embedding.device)
-        self.rows = Rows(batch, policy.every or room, policy.score.n_queries, embedding.device)
+        room = policy.every or room
+        self.rows = Rows(batch, room, policy.score.n_queries, not policy.heads.uniform, embedding.device)
         self.layers = nn.ModuleList(
-            Layer(sizes, policy, budget, config.window(i), block.attention.wo.weight, self.rows)
+            Layer(
+                i,
+                sizes,
+                policy,
+                budget,
+                config.window(i),
+                block.attention.wo.weight,
+                model.rope.turn,
+                self.rows,
+            )
             for i, (budget, block) in enumerate(zip(budgets, model.layers, strict=True))
         )
 
@@ -64,19 +82,22 @@ class CompressedKVCache(nn.Module):
             raise ValueError(f"a context of {context} tokens is more than the model's limit of {limit}")
         if not policy.score.drops:
             budget = limit = context or min(DEFAULT_CONTEXT, limit)
+        if policy.score.shifts_sinks:
+            limit = UNLIMITED
         budgets = policy.layers.split(budget, model.config.n_layers)
         policy.check_budget(min(budgets))
         return cls(model, policy, budgets, batch, room, limit)
 
     # What a model calls.
 
-    def begin(self, batch: int, length: int, pos: Tensor | None = None) -> Tensor:
-        """Positions `[B, T]` of the new tokens, checked, with room made for them; -1 is a row at rest.
+    def begin(self, tokens: Tensor, pos: Tensor | None = None) -> Tensor:
+        """Positions `[B, T]` of new tokens (ids `[B, T]`), checked, with room made for them; -1 is a row at rest.
 
         `pos=None` continues after the tokens already seen. Raises ValueError where the batch differs,
         positions go back, or the context is exceeded.
         """
         rows = self.rows
+        batch, length = tokens.shape
         if batch != len(rows.seen):
             raise ValueError(f"the cache holds {len(rows.seen)} rows, the tokens have {batch}")
         order = torch.arange(length, device=rows.seen.device)
@@ -92,8 +113,9 @@ class CompressedKVCache(nn.Module):
         rows.gaps = rows.gaps or bool((pos < 0).any())
         if length == 1:
             self.reserve(1)
-            rows.place(pos)
+            rows.place(tokens, pos)
         else:
+            rows.tokens = tokens
             rows.remember(pos)
         return pos
 
@@ -109,6 +131,7 @@ class CompressedKVCache(nn.Module):
             self.settle()
         else:
             self.rows.absorb(pos)
+            self.rows.tokens = self.rows.token
 
     # One decode step, in the parts a compiled loop calls: reserve; place, attend ..., advance; settle.
 
@@ -119,8 +142,8 @@ class CompressedKVCache(nn.Module):
             blocks = -(-(n - rows.free) // rows.first_room)
             self.resize_room(rows.room + blocks * rows.first_room)
 
-    def place(self, pos: Tensor) -> None:
-        self.rows.place(pos)
+    def place(self, token: Tensor, pos: Tensor) -> None:
+        self.rows.place(token, pos)
 
     def advance(self, pos: Tensor) -> None:
         self.rows.advance(pos, keeps_fresh=self.policy.every != 1)
@@ -155,8 +178,9 @@ class CompressedKVCache(nn.Module):
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Sorted original positions the layer holds, kept and fresh: rows of KV heads of positions."""
         held = self.layers[layer]
+        kept = held.kept.tokens(held.kept.slots).pos
         fresh = held.fresh_tokens(self.rows.room, self.rows).pos
-        pos = torch.cat((held.kept.pos, fresh), dim=2)  # [B, H, slots + room]
+        pos = torch.cat((kept, fresh), dim=2)  # [B, H, n]
         return [[sorted(p for p in head if p >= 0) for head in row] for row in pos.tolist()]
 
     def reset(self) -> None:
@@ -166,6 +190,46 @@ class CompressedKVCache(nn.Module):
         self.rows.reset()
         for layer in self.layers:
             layer.reset()
+
+    # Files.
+
+    def save(self, path: str | Path, note: dict[str, Any] | None = None) -> None:
+        """Write everything, the policy and the model's fingerprint to one safetensors file.
+
+        `note` is kept beside it, for instance a conversation; `load` puts it into the cache's `note`.
+        """
+        rows = self.rows
+        host = {name: getattr(rows, name) for name in ("used", "free", "room", "gaps")}
+        about = dict(
+            model=self.model_id,
+            policy=cache_file.describe(self.policy),
+            make=dict(budgets=self.budgets, batch=len(rows.seen), room=rows.first_room, limit=self.limit),
+            host=host,
+            note=note,
+        )
+        cache_file.write(path, dict(self.named_buffers()), about)
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module) -> CompressedKVCache:
+        """A cache as `save` left it. Raises ValueError if it belongs to another model or dtype."""
+        buffers, about = cache_file.read(path)
+        if about["model"] != cache_file.fingerprint(model):
+            raise ValueError(f"{path} was saved with another model; load it with the one it was made with")
+        cache = cls(model, cache_file.policy_of(about["policy"]), **about["make"])
+        host = about["host"]
+        if host["room"] != cache.rows.room:
+            cache.resize_room(host["room"])
+        for name, value in host.items():
+            setattr(cache.rows, name, value)
+        for name, buffer in cache.named_buffers():
+            if buffers[name].dtype != buffer.dtype:
+                raise ValueError(
+                    f"{path} was saved with the model in {buffers[name].dtype}, which is {buffer.dtype} here; "
+                    "load the model with that --dtype"
+                )
+            buffer.copy_(buffers[name])
+        cache.note = about["note"]
+        return cache
 
     def check_fits(self, n: int) -> None:
         """Raises ValueError if n tokens in all are more than the cache or the model can take."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -28,24 +29,36 @@ class Chat:
         max_new_tokens: int = 512,
     ):
         self.model, self.tok, self.cache = model, tok, cache
-        self.system, self.max_new_tokens = system, max_new_tokens
-        self.messages: list[dict[str, str]] = []
-        self.unfed: list[int] = []  # the last sampled token, which no step has fed yet
+        self.max_new_tokens = max_new_tokens
         self.prompt_tokens = self.new_tokens = 0
         self.timing = Timing()
-        self.reason: str | None = None
         self.start(system)
 
     def start(self, system: str | None) -> None:
         """Forget the conversation and begin anew under `system` (None: the model's default)."""
         self.cache.reset()
         self.system = system
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.unfed = []
-        self.reason = None
+        self.messages: list[dict[str, str]] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
+        self.unfed: list[int] = []  # the last sampled token, which no step has fed yet
+        self.reason: str | None = None
 
     def reset(self) -> None:
         self.start(self.system)
+
+    def save_cache(self, path: str | Path) -> None:
+        """Write the cache and the conversation to one file, from which `load_cache` goes on."""
+        self.cache.save(path, note={name: getattr(self, name) for name in ("system", "messages", "unfed")})
+
+    def load_cache(self, path: str | Path) -> None:
+        """Go on where a saved conversation ended; nothing of it is encoded again. The file's policy rules."""
+        cache = CompressedKVCache.load(path, self.model)
+        if cache.note is None:
+            raise ValueError(f"{path} holds a cache without a conversation; use CompressedKVCache.load")
+        self.cache, self.reason = cache, None
+        for name, value in cache.note.items():
+            setattr(self, name, value)
 
     @property
     def full(self) -> bool:

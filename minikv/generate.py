@@ -185,8 +185,9 @@ def prefill(
     last = None
     for start in range(0, width, chunk or width):
         stop = min(start + (chunk or width), width)
-        piece = cache.begin(len(rows), stop - start, pos[:, start:stop])
-        x = model.hidden(tokens[:, start:stop], piece, cache)  # [B, t, C]
+        fed = tokens[:, start:stop]
+        piece = cache.begin(fed, pos[:, start:stop])
+        x = model.hidden(fed, piece, cache)  # [B, t, C]
         cache.end(piece)
         at = lengths - 1 - start  # each row's last token within this piece, if it is here
         here = (at >= 0) & (at < stop - start)

@@ -1,55 +1,55 @@
 """One layer of the cache: its kept pool and fresh tokens, how it attends, and how it compresses."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from kernels.attend import causal_chunk, chunk_attention, step_attention
 from minikv.policy import Policy
-from minikv.pool import Pool
+from minikv.pool import Pool, RaggedPool, Sizes, Tokens, joined
 from minikv.rows import Rows, resized
 from minikv.seen import Seen
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the model dictates."""
-
-    batch: int
-    heads: int  # KV heads
-    group: int  # query heads per KV head
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Keys, values and positions of some slots or tokens: k, v `[B, H, n, D]`, pos `[B, H, n]`."""
-
-    k: Tensor
-    v: Tensor
-    pos: Tensor
+Turn = Callable[[Tensor, Tensor], Tensor]
 
 
 class Layer(nn.Module):
     """`budget` kept slots per KV head beside `rows.room` fresh ones, and a ring of recent queries."""
 
-    def __init__(self, sizes: Sizes, policy: Policy, budget: int, window: int | None, wo: Tensor, rows: Rows):
+    def __init__(
+        self,
+        index: int,
+        sizes: Sizes,
+        policy: Policy,
+        budget: int,
+        window: int | None,
+        wo: Tensor,
+        turn: Turn,
+        rows: Rows,
+    ):
         super().__init__()
-        self.sizes, self.policy, self.budget, self.window = sizes, policy, budget, window
+        self.index, self.sizes, self.policy, self.budget, self.window = index, sizes, policy, budget, window
         # Plain values for the step: a compiled step that looks at the policy is compiled anew for each.
         self.drops_each_step = policy.every == 1
-        self.borrowed = (wo,)  # in a tuple, so that the model's weight is not registered as the cache's
+        self.drops_before = policy.score.before and self.drops_each_step
+        self.watches = policy.score.watches
+        self.ragged = not policy.heads.uniform
+        self.turned_sinks = policy.sinks if policy.score.shifts_sinks else 0
+        # Not registered: the model's weight and the model's rope are borrowed.
+        self.borrowed: tuple[Tensor, Turn] = (wo, turn)
         # Beyond the model's own sliding window nothing is ever looked at again.
         slots = budget if window is None else min(budget, window)
-        self.kept = Pool(
-            sizes.batch, sizes.heads, slots, sizes.head_dim, policy.store, sizes.dtype, sizes.device
-        )
+        statistics = policy.score.state(sizes.head_dim)
+        self.kept = (RaggedPool if self.ragged else Pool)(sizes, slots, policy.store, statistics)
         lead, like = (sizes.batch, sizes.heads), dict(dtype=sizes.dtype, device=sizes.device)
         self.register_buffer("fresh_k", torch.zeros(*lead, rows.room, sizes.head_dim, **like))
         self.register_buffer("fresh_v", torch.zeros(*lead, rows.room, sizes.head_dim, **like))
+        self.statistics = list(statistics)
+        for name, (shape, dtype) in statistics.items():
+            zeros = torch.zeros(*lead, rows.room, *shape, dtype=dtype, device=sizes.device)
+            self.register_buffer(f"fresh_{name}", zeros)
         ring = rows.n_queries + 1 if rows.n_queries else 0
         self.register_buffer("queries", torch.zeros(*lead, sizes.group, ring, sizes.head_dim, **like))
 
@@ -57,31 +57,110 @@ class Layer(nn.Module):
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rows: Rows) -> Tensor:
         """One token: it joins the fresh ones and attends. q `[B, G*H, 1, D]`, k, v `[B, H, 1, D]`, pos `[B, 1]`."""
-        slot = rows.cursor[:, None, None, None].expand_as(k)
-        self.fresh_k.scatter_(2, slot, k)
-        self.fresh_v.scatter_(2, slot, v)
+        new = self.arrived(k, v, pos, rows.tokens)
         self.remember(q, pos, rows)
-        n = self.kept.slots if rows.static else min(rows.used, self.kept.slots)
-        r = rows.room if rows.static else rows.n_fresh + 1
-        held = [(t.k, t.v, t.pos) for t in (self.kept_tokens(n), self.fresh_tokens(r, rows))]
-        y = step_attention(q[:, :, 0].unflatten(1, (self.sizes.heads, -1)), held, pos, self.window)
+        if self.drops_before:
+            self.drop_one(new, rows)
+            return self.attend_kept(q, pos)
+        self.put(new, rows)
+        kept = (
+            None
+            if self.ragged
+            else self.kept.tokens(self.kept.slots if rows.static else min(rows.used, self.kept.slots))
+        )
+        fresh = self.fresh_tokens(rows.room if rows.static else rows.n_fresh + 1, rows)
+        grouped = q[:, :, 0].unflatten(1, (self.sizes.heads, -1))  # [B, H, G, D]
+        if self.ragged:
+            y, p_kept, p_fresh = self.kept.attend(grouped, fresh, pos, self.window)
+        else:
+            parts = self.shifted([kept, fresh], pos[:, 0])
+            y, p = step_attention(grouped, [(t.k, t.v, t.pos) for t in parts], pos, self.window)
+            p_kept, p_fresh = p.split([kept.pos.shape[2], fresh.pos.shape[2]], -1)
+        if self.watches:
+            self.watch(p_kept, p_fresh, fresh.pos, pos)
         if self.drops_each_step:
-            self.drop_one(k, v, pos, rows)
+            self.drop_one(fresh, rows)
         return y.flatten(1, 2)[:, :, None]
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rows: Rows) -> Tensor:
         """Several tokens: they attend, then kept, fresh and they are compressed. Shapes as in `step`, T tokens."""
-        new = Tokens(k, v, pos[:, None].expand(-1, k.shape[1], -1))
-        held = self.held(rows)
+        free = self.kept.slots - min(rows.used, self.kept.slots)
+        if self.drops_before and self.policy.score.one_by_one and pos.shape[1] > free:
+            return self.one_by_one(q, k, v, pos, rows, free)
+        new = self.arrived(k, v, pos, rows.tokens)
+        parts = [*self.held(rows), new]
         fits_window = self.window is None or pos.shape[1] <= self.window
         if rows.empty and rows.plain and fits_window:
             y = causal_chunk(q, k, v)
         else:
-            past = joined([*held, new])
+            past = joined(self.shifted(parts, rows.seen))
             y = chunk_attention(q, past.k, past.v, pos, past.pos, self.window)
         self.remember(q, pos, rows)
-        self.compress([*held, new], rows.last(pos), rows, (pos >= 0).any(1))
+        self.compress(parts, rows.last(pos), rows, (pos >= 0).any(1), q, pos)
         return y
+
+    def one_by_one(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rows: Rows, free: int) -> Tensor:
+        """A chunk longer than the free slots, for a scorer that drops ahead of attention: token by token.
+
+        A token's keys and values in this layer need nothing of this layer's cache, so the loop can stand
+        here, inside the layer, and give exactly what feeding single tokens to the model would.
+        """
+        head = slice(0, free)
+        done = []
+        if free:
+            past = joined(
+                [
+                    *self.held(rows),
+                    self.arrived(k[:, :, head], v[:, :, head], pos[:, head], rows.tokens[:, head]),
+                ]
+            )
+            done.append(chunk_attention(q[:, :, head], past.k, past.v, pos[:, head], past.pos, self.window))
+            self.compress(
+                [past], rows.last(pos[:, head]), rows, (pos[:, head] >= 0).any(1), q[:, :, head], pos[:, head]
+            )
+        for t in range(free, pos.shape[1]):
+            at = slice(t, t + 1)
+            self.remember(q[:, :, at], pos[:, at], rows)
+            self.drop_one(self.arrived(k[:, :, at], v[:, :, at], pos[:, at], rows.tokens[:, at]), rows)
+            done.append(self.attend_kept(q[:, :, at], pos[:, at]))
+        return torch.cat(done, dim=2)
+
+    def attend_kept(self, q: Tensor, pos: Tensor) -> Tensor:
+        """Attention where the new token is already among the kept ones."""
+        kept = self.kept.tokens(self.kept.slots)
+        grouped = q[:, :, 0].unflatten(1, (self.sizes.heads, -1))
+        y, _ = step_attention(grouped, [(kept.k, kept.v, kept.pos)], pos, self.window)
+        return y.flatten(1, 2)[:, :, None]
+
+    def shifted(self, parts: list[Tokens], first: Tensor) -> list[Tokens]:
+        """The sinks moved next to what else is held, for a query at position `first [B]`; see StreamingLLM.
+
+        Sinks always are the first kept slots. Only they are too far away: the others follow each other.
+        """
+        if not self.turned_sinks or parts[0].pos.shape[2] == 0:
+            return parts
+        held = sum((t.pos[:, 0] >= 0).logical_and(t.pos[:, 0] < first[:, None]).sum(1) for t in parts)  # [B]
+        n, kept = self.turned_sinks, parts[0]
+        by = (first - held)[:, None].expand(-1, min(n, kept.pos.shape[2]))
+        sinks = self.borrowed[1](kept.k[:, :, :n], by)
+        return [replace(kept, k=torch.cat((sinks, kept.k[:, :, n:]), 2)), *parts[1:]]
+
+    def watch(self, p_kept: Tensor, p_fresh: Tensor, fresh_pos: Tensor, pos: Tensor) -> None:
+        """Show a watching scorer the step's attention: `[B, H, G, n]`, of a ragged pool `[B, N, G]`."""
+        held = (fresh_pos >= 0).sum(-1) + (self.kept.count if self.ragged else (self.kept.pos >= 0).sum(-1))
+        share = 1 / held.clamp(min=1)[..., None]  # [B, H, 1]
+        now, score = pos[:, :, None], self.policy.score
+        n = p_fresh.shape[-1]
+        fresh = {name: self.get_buffer(f"fresh_{name}")[:, :, :n] for name in self.statistics}
+        score.watch(fresh, p_fresh.mean(2), share, now)
+        if self.ragged:
+            pool = {name: x[:, None] for name, x in self.kept.state.items()}
+            score.watch(pool, p_kept.mean(-1)[:, None], self.kept.of_owner(share[..., 0])[:, None], now)
+        else:
+            n = p_kept.shape[-1]
+            score.watch(
+                {name: x[:, :, :n] for name, x in self.kept.state.items()}, p_kept.mean(2), share, now
+            )
 
     # Compression.
 
@@ -89,29 +168,51 @@ class Layer(nn.Module):
         """Compress the rows (bool `[B]`) whose fresh part is full."""
         self.compress(self.held(rows), rows.last(None), rows, full)
 
-    def compress(self, parts: list[Tokens], last: Tensor, rows: Rows, active: Tensor) -> None:
-        """Survivors of all candidates become kept, in the active rows; the others stay as they are."""
+    def compress(
+        self,
+        parts: list[Tokens],
+        last: Tensor,
+        rows: Rows,
+        active: Tensor,
+        new_q: Tensor | None = None,
+        new_pos: Tensor | None = None,
+    ) -> None:
+        """Survivors of all candidates become kept, in the active rows (bool `[B]`); the others stay as they are."""
         found = joined(parts)
-        found = Tokens(found.k, found.v, self.in_window(found.pos, last))
+        found = replace(found, pos=self.in_window(found.pos, last))
         if rows.gaps or self.drops_each_step:
-            found = in_order(found)
+            found = found.in_order()
+        if new_q is not None:
+            new_q = new_q.unflatten(1, (self.sizes.heads, -1))
+        seen = self.seen([found], last, rows, new_q, new_pos)
+        if new_q is not None and self.statistics:
+            found = replace(found, state=self.policy.score.absorb(seen))
+            seen = replace(seen, state=found.state)
         if found.pos.shape[2] <= self.kept.slots:
-            survives = found.pos >= 0
+            survives = seen.valid
         else:
-            survives = self.policy.select(self.seen([found], last, rows), self.budget)
-        self.kept.keep(found.k, found.v, found.pos, survives, active)
+            survives = self.policy.select(seen, self.budget, self.index)
+        self.kept.keep(found, survives, active)
 
-    def drop_one(self, k: Tensor, v: Tensor, pos: Tensor, rows: Rows) -> None:
+    def drop_one(self, new: Tokens, rows: Rows) -> None:
         """Of the kept tokens and the newest one the least important goes; an empty slot goes first."""
-        new = Tokens(k, v, pos[:, None].expand(-1, k.shape[1], -1))
-        seen = self.seen([self.kept_tokens(self.kept.slots), new], rows.last(pos), rows)
-        ranks = self.policy.guard(self.policy.score.score(seen), seen)
+        last = rows.last(new.pos[:, 0])
+        seen = self.seen([self.kept.tokens(self.kept.slots), new], last, rows)
+        ranks = self.policy.guard(self.policy.score.score(seen), seen, self.budget)
         # Among equals the later position goes.
         least = torch.where(ranks == ranks.amin(-1, keepdim=True), seen.pos, -2)
-        self.kept.replace(least.argmax(-1, keepdim=True), k, v, new.pos)
+        self.kept.replace(least.argmax(-1, keepdim=True), new)
 
-    def seen(self, parts: list[Tokens], last: Tensor, rows: Rows) -> Seen:
+    def seen(
+        self,
+        parts: list[Tokens],
+        last: Tensor,
+        rows: Rows,
+        new_q: Tensor | None = None,
+        new_pos: Tensor | None = None,
+    ) -> Seen:
         n = rows.n_queries
+        wo, turn = self.borrowed
         return Seen(
             q=self.queries[:, :, :, :n],
             q_pos=rows.query_pos[:, :n],
@@ -120,7 +221,11 @@ class Layer(nn.Module):
             pos=self.in_window(torch.cat([t.pos for t in parts], 2), last),
             last=last,
             sliding=self.window,
-            wo=self.borrowed[0].view(-1, self.sizes.heads, self.sizes.group, self.sizes.head_dim),
+            wo=wo.view(-1, self.sizes.heads, self.sizes.group, self.sizes.head_dim),
+            state={name: torch.cat([t.state[name] for t in parts], 2) for name in self.statistics},
+            new_q=new_q,
+            new_pos=new_pos,
+            turn=turn,
         )
 
     def in_window(self, pos: Tensor, last: Tensor) -> Tensor:
@@ -129,6 +234,21 @@ class Layer(nn.Module):
             return pos
         # The next query stands at last + 1 and sees `window` positions, itself among them.
         return torch.where(pos > (last + 1 - self.window)[:, None, None], pos, -1)
+
+    # What is held.
+
+    def arrived(self, k: Tensor, v: Tensor, pos: Tensor, tokens: Tensor) -> Tokens:
+        """New tokens with their first statistics; pos and tokens (ids) `[B, T]`."""
+        pos = pos[:, None].expand(-1, self.sizes.heads, -1)
+        return Tokens(k, v, pos, self.policy.score.enter(k, tokens) if self.statistics else {})
+
+    def put(self, new: Tokens, rows: Rows) -> None:
+        """Write one token to each row's cursor."""
+        pairs = [(self.fresh_k, new.k), (self.fresh_v, new.v)]
+        pairs += [(self.get_buffer(f"fresh_{name}"), new.state[name]) for name in self.statistics]
+        for buffer, x in pairs:
+            slot = rows.cursor.view(-1, *(1 for _ in x.shape[1:])).expand_as(x)
+            buffer.scatter_(2, slot, x)
 
     def remember(self, q: Tensor, pos: Tensor, rows: Rows) -> None:
         """Keep the last queries, for scorers that look at them."""
@@ -140,39 +260,18 @@ class Layer(nn.Module):
         )
         self.queries.scatter_(3, slot, q.gather(3, index))
 
-    # What is held.
-
     def held(self, rows: Rows) -> list[Tokens]:
-        return [self.kept_tokens(min(rows.used, self.kept.slots)), self.fresh_tokens(rows.n_fresh, rows)]
-
-    def kept_tokens(self, n: int) -> Tokens:
-        return Tokens(self.kept.keys(n), self.kept.values(n), self.kept.pos[:, :, :n])
+        return [self.kept.tokens(min(rows.used, self.kept.slots)), self.fresh_tokens(rows.n_fresh, rows)]
 
     def fresh_tokens(self, n: int, rows: Rows) -> Tokens:
         pos = rows.fresh_pos[:, None, :n].expand(-1, self.sizes.heads, -1)
-        return Tokens(self.fresh_k[:, :, :n], self.fresh_v[:, :, :n], pos)
+        state = {name: self.get_buffer(f"fresh_{name}")[:, :, :n] for name in self.statistics}
+        return Tokens(self.fresh_k[:, :, :n], self.fresh_v[:, :, :n], pos, state)
 
     def resize_room(self, room: int) -> None:
-        self.fresh_k = resized(self.fresh_k, 2, room)
-        self.fresh_v = resized(self.fresh_v, 2, room)
+        for name in ("k", "v", *self.statistics):
+            setattr(self, f"fresh_{name}", resized(self.get_buffer(f"fresh_{name}"), 2, room))
 
     def reset(self) -> None:
         for name, buffer in self.named_buffers():
             buffer.fill_(-1 if name.endswith("pos") else 0)
-
-
-def joined(parts: list[Tokens]) -> Tokens:
-    """One stretch of tokens; the only part that is not empty is passed on as it is."""
-    full = [t for t in parts if t.pos.shape[2]]
-    if len(full) == 1:
-        return full[0]
-    k, v, pos = (torch.cat(side, 2) for side in zip(*((t.k, t.v, t.pos) for t in full), strict=True))
-    return Tokens(k, v, pos)
-
-
-def in_order(tokens: Tokens) -> Tokens:
-    """Sorted by position, empty ones last."""
-    never = torch.iinfo(tokens.pos.dtype).max
-    order = torch.where(tokens.pos < 0, never, tokens.pos).argsort(dim=-1, stable=True)
-    wide = order[..., None].expand_as(tokens.k)
-    return Tokens(tokens.k.gather(2, wide), tokens.v.gather(2, wide), tokens.pos.gather(2, order))

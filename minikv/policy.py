@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import re
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -19,7 +20,8 @@ class Policy:
 
     every: None: compress after each prompt and whenever the room for fresh tokens is full; 0: after
         prompts only, as in the papers of the SnapKV family; 1: drop a token in each step; n: every n steps.
-    sinks, recent: the first and the last tokens of the sequence, never dropped, inside the budget.
+    sinks, recent: the first and the last tokens of the sequence, never dropped, inside the budget;
+        `recent` below 1 is a share of the budget.
     """
 
     score: Scorer
@@ -29,7 +31,7 @@ class Policy:
     store: Codec = Codec()
     every: int | None = None
     sinks: int = 4
-    recent: int = 32
+    recent: int | float = 32
 
     def __post_init__(self):
         for name in ("sinks", "recent", "every"):
@@ -42,37 +44,45 @@ class Policy:
                 f"every={self.every} is shorter than the {window} queries {self.score} looks at; use "
                 f"every={window} or more, or a smaller window"
             )
+        if not self.heads.uniform and self.every == 1:
+            raise ValueError(
+                f"{self.heads} gives heads different lengths, which is decided for many tokens at a time; "
+                "use every=16 or more, every=0 or every=None"
+            )
+        if not self.heads.uniform and self.score.shifts_sinks:
+            raise ValueError(f"{self.score} needs heads of one length, {self.heads} splits them; drop one")
 
-    @property
-    def guarded(self) -> int:
-        """Tokens per head that are never dropped."""
-        return self.sinks + max(self.recent, self.score.n_queries)
+    def recent_tokens(self, budget: int) -> int:
+        """How many of the last tokens are never dropped."""
+        recent = int(self.recent * budget) if 0 < self.recent < 1 else int(self.recent)
+        return max(recent, self.score.keeps_window)
 
     def check_budget(self, budget: int) -> None:
-        if self.score.drops and budget < self.guarded:
-            recent = max(self.recent, self.score.n_queries)
+        """Raises ValueError if a layer's budget cannot hold what is never dropped."""
+        recent = self.recent_tokens(budget)
+        if self.score.drops and budget < self.sinks + recent:
             raise ValueError(
                 f"a budget of {budget} tokens cannot hold {self.sinks} sinks + {recent} recent tokens = "
-                f"{self.guarded}; raise the budget or lower sinks or recent"
+                f"{self.sinks + recent}; raise the budget or lower sinks or recent"
             )
 
-    def guard(self, scores: Tensor, seen: Seen) -> Tensor:
+    def guard(self, scores: Tensor, seen: Seen, budget: int) -> Tensor:
         """Protected candidates rank above every score, empty ones below: `[B, H, n]`."""
         limits = torch.finfo(scores.dtype)
-        protected = (seen.pos < self.sinks) | (seen.pos > seen.last[:, None, None] - self.recent)
+        protected = (seen.pos < self.sinks) | seen.recent(self.recent_tokens(budget))
         scores = scores.clamp(limits.min, limits.max).masked_fill(protected, torch.inf)
-        return scores.masked_fill(seen.pos < 0, -torch.inf)
+        return scores.masked_fill(~seen.valid, -torch.inf)
 
-    def select(self, seen: Seen, budget: int) -> Tensor:
+    def select(self, seen: Seen, budget: int, layer: int = 0) -> Tensor:
         """Which candidates survive, bool `[B, H, n]`: `budget` per head on average, or all if fewer.
 
         Refining comes after the heads are given their budgets, as the papers have it. Ties keep the
         lower position.
         """
-        scores = self.guard(self.score.score(seen), seen)
-        budgets = self.heads.split(scores, budget)
-        scores = self.guard(self.refine.refine(scores, budgets, seen), seen)
-        return (rank(scores) < budgets[..., None]) & (seen.pos >= 0)
+        scores = self.guard(self.score.score(seen), seen, budget)
+        budgets = self.heads.split(scores, budget, layer)
+        scores = self.guard(self.refine.refine(scores, budgets, seen), seen, budget)
+        return (rank(scores) < budgets[..., None]) & seen.valid
 
     @staticmethod
     def parse(text: str) -> "Policy":
@@ -93,6 +103,24 @@ class Policy:
         base = METHODS.get(parts[0][0]) if len(parts) == 1 else None
         base = base or METHODS[taken.get("score", "snapkv")]
         return replace(base, **chosen)
+
+
+def to_text(policy: Policy) -> str:
+    """The strategies of a policy as `from_text` reads them; neutral members are left out."""
+    names = {kind: name for name, kind in STRATEGIES.items()}
+    parts = []
+    for axis in AXES:
+        strategy = getattr(policy, axis)
+        if type(strategy) in names:
+            values = ", ".join(f"{f.name}={getattr(strategy, f.name)!r}" for f in fields(strategy))
+            parts.append(f"{names[type(strategy)]}({values})")
+    return "+".join(dict.fromkeys(parts))
+
+
+def from_text(text: str, **rest: int | float | None) -> Policy:
+    """The policy of exactly these strategies, with `every`, `sinks` and `recent` as given."""
+    parts = [_parse_part(word) for word in text.split("+")]
+    return Policy(**{axis_of(strategy): strategy for _, strategy in parts}, **rest)
 
 
 def rank(scores: Tensor) -> Tensor:
@@ -139,7 +167,7 @@ def _parse_part(word: str) -> tuple[str, object]:
         raise ValueError(f"policy {word!r} lacks its closing bracket")
     known = [f.name for f in fields(kind)]
     arguments = {}
-    for pair in filter(None, (p.strip() for p in rest[:-1].split(","))):
+    for pair in filter(None, (p.strip() for p in re.split(r",(?![^(]*\))", rest[:-1]))):
         key, equals, value = (side.strip() for side in pair.partition("="))
         if not equals or key not in known:
             takes = ", ".join(known) or "no keywords"

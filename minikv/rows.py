@@ -12,13 +12,14 @@ class Rows(nn.Module):
     the tokens so far, `plain` and `gaps`. The rest is buffers.
     """
 
-    def __init__(self, batch: int, room: int, n_queries: int, device: torch.device):
+    def __init__(self, batch: int, room: int, n_queries: int, ragged: bool, device: torch.device):
         super().__init__()
         self.room = self.first_room = room
         self.used, self.free = 0, room
         self.n_queries = n_queries
         self.plain = True  # the chunk at hand counts up without gaps, padded only on its right
-        self.gaps = batch > 1  # filled slots may have empty ones between them
+        self.may_gap = batch > 1 or ragged
+        self.gaps = self.may_gap  # filled slots may have empty ones between them
         self.static = False  # read whole buffers rather than their filled part, as a compiled step must
         self.register_buffer("seen", torch.zeros(batch, dtype=torch.int64, device=device))
         self.register_buffer("cursor", torch.zeros(batch, dtype=torch.int64, device=device))
@@ -26,6 +27,8 @@ class Rows(nn.Module):
         # A ring of the last queries' positions; one spare slot takes what is not to be remembered.
         ring = torch.full((batch, n_queries + 1), -1, dtype=torch.int32, device=device)
         self.register_buffer("query_pos", ring)
+        self.register_buffer("token", torch.zeros(batch, 1, dtype=torch.int64, device=device))
+        self.tokens = self.token  # ids of the tokens at hand, [B, T]
 
     @property
     def empty(self) -> bool:
@@ -43,8 +46,9 @@ class Rows(nn.Module):
 
     # A single token, pos [B, 1]. Tensor code only: part of the compiled step.
 
-    def place(self, pos: Tensor) -> None:
+    def place(self, token: Tensor, pos: Tensor) -> None:
         """Before the layers: the token goes to each row's cursor; a row at rest writes -1 there."""
+        self.token.copy_(token)
         self.fresh_pos.scatter_(1, self.cursor[:, None], pos.to(torch.int32))
         self.remember(pos)
 
@@ -101,7 +105,8 @@ class Rows(nn.Module):
 
     def reset(self) -> None:
         self.used, self.free = 0, self.room
-        self.gaps = len(self.seen) > 1
+        self.gaps, self.tokens = self.may_gap, self.token
+        self.token.zero_()
         self.seen.zero_()
         self.cursor.zero_()
         self.fresh_pos.fill_(-1)

@@ -1,20 +1,21 @@
 """What a strategy may look at when a layer is compressed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kernels.attend import masked_softmax, visible
+from kernels.received import received
 
 
 @dataclass(frozen=True)
 class Seen:
     """One layer at compression time: the candidates (kept, fresh and new tokens) and the latest queries.
 
-    Candidates are in order of position, empty ones (`pos = -1`) anywhere. Keys and queries are as the
-    model attends with them (after rope); every score is float32 `[B, H, n]`.
+    Candidates are in order of position (in per-step dropping: in any order), empty ones (`pos = -1`)
+    anywhere. Keys and queries are as the model attends with them, after rope. Scores are float32 `[B, H, n]`.
     """
 
     q: Tensor  # [B, H, G, w, D] the last queries, in no particular order
@@ -25,7 +26,10 @@ class Seen:
     last: Tensor  # [B] position of the newest token of each row
     sliding: int | None = None  # the layer's own sliding window
     wo: Tensor | None = None  # [C, H, G, D] output projection of each query head
-    state: Mapping[str, Tensor] = field(default_factory=dict)  # the scorer's buffers, [B, H, n, ...]
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # the scorer's statistics, [B, H, n, ...]
+    new_q: Tensor | None = None  # [B, H, G, T, D] all queries of the chunk that has just attended, if one has
+    new_pos: Tensor | None = None  # [B, T]
+    turn: Callable[[Tensor, Tensor], Tensor] | None = None  # x [B, h, n, D], by [B, n] positions -> x rotated
 
     @property
     def k(self) -> Tensor:
@@ -35,6 +39,15 @@ class Seen:
     @property
     def v(self) -> Tensor:
         return self.v_parts[0] if len(self.v_parts) == 1 else torch.cat(self.v_parts, dim=2)
+
+    @property
+    def valid(self) -> Tensor:
+        """Which candidates are tokens at all, bool `[B, H, n]`."""
+        return self.pos >= 0
+
+    def recent(self, n: int) -> Tensor:
+        """Which candidates are among the last n tokens of their row, bool `[B, H, n]`."""
+        return self.valid & (self.pos > self.last[:, None, None] - n)
 
     def attention(self, window: int) -> Tensor:
         """Attention of the last `window` queries over the candidates, float32 `[B, H, G, w, n]`.
@@ -47,3 +60,12 @@ class Seen:
         q = self.q.float() * self.q.shape[-1] ** -0.5
         logits = q @ self.k.float().mT[:, :, None]  # [B, H, G, w, n]
         return masked_softmax(logits, ok[:, :, None])
+
+    def received(self) -> Tensor:
+        """Attention each candidate got from all queries of the new chunk, float32 `[B, H, n]`.
+
+        Mean over the query heads of a group, sum over queries; zeros where no chunk has attended.
+        """
+        if self.new_q is None:
+            return torch.zeros_like(self.pos, dtype=torch.float32)
+        return received(self.new_q, self.new_pos, self.k, self.pos, self.sliding)

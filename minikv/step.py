@@ -16,7 +16,7 @@ def step(model: nn.Module, cache: CompressedKVCache, token: Tensor, pos: Tensor)
 
     Tensor code only. The caller sees to `cache.reserve` before and `cache.settle` after.
     """
-    cache.place(pos)
+    cache.place(token, pos)
     x = model.hidden(token, pos, cache)
     cache.advance(pos)
     return model.logits(x)[:, 0]

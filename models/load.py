@@ -45,7 +45,8 @@ def load_model(
 
 def load_tokenizer(name_or_dir: str | Path) -> Tokenizer:
     """The tokenizer of a preset, a folder, a GGUF file or a downloaded hub id, with its chat format."""
-    preset = MODELS.get(str(name_or_dir))
+    # A folder may carry a preset's name and hold another model: only its content counts.
+    preset = None if Path(name_or_dir).is_dir() else MODELS.get(str(name_or_dir))
     return read_tokenizer(find(name_or_dir), format=preset.format if preset else None)
 
 

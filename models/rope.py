@@ -73,6 +73,14 @@ class Rope(nn.Module):
         gain = scaling.attention_factor if scaling is not None else 1.0
         return angle.cos() * gain, angle.sin() * gain
 
+    def turn(self, x: Tensor, by: Tensor) -> Tensor:
+        """Rotate x `[B, heads, n, D]` on by `by [B, n]` positions, without the gain that yarn multiplies in.
+
+        Turning a key by the difference of two positions moves it from one to the other.
+        """
+        angle = by[:, None, :, None].float() * self.inv_freq
+        return rotate(x.float(), angle.cos(), angle.sin()).to(x.dtype)
+
     def dynamic(self, pos: Tensor, scaling: RopeScaling) -> Tensor:
         """NTK base that grows with the row's length so far. Keys cached earlier keep their older angle,
         as in transformers, so past the trained length cached decoding differs from one long forward."""

@@ -19,8 +19,8 @@ from models.rope import Rope, rotate
 class KVCache(Protocol):
     """All a model knows of a cache. One forward is: begin, attend in every layer, end."""
 
-    def begin(self, batch: int, length: int, pos: Tensor | None) -> Tensor:
-        """Make room for `length` new tokens per row and give their positions, `[B, T]`; -1 rests."""
+    def begin(self, tokens: Tensor, pos: Tensor | None) -> Tensor:
+        """Make room for new tokens (ids `[B, T]`) and give their positions, `[B, T]`; -1 rests."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """q [B, G*H, T, D], k and v [B, H, T, D] after rope, pos [B, T] -> y [B, G*H, T, D]."""
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
             if pos is None:
                 pos = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
             return self.logits(self.hidden(tokens, pos, None))
-        pos = cache.begin(*tokens.shape, pos)
+        pos = cache.begin(tokens, pos)
         x = self.hidden(tokens, pos, cache)
         cache.end(pos)
         return self.logits(x)

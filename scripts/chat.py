@@ -32,6 +32,7 @@ HELP = """\
 /stats         speed and memory of the last answer
 /file FILE ... send a file's text, followed by the rest of the line
 /save FILE     write the conversation as JSON
+/save-cache FILE  write the cache and the conversation, for --load-cache
 /help          this list
 /quit          leave (so does Ctrl-D); Ctrl-C stops an answer"""
 
@@ -72,6 +73,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--top-p", type=float, default=0.95, help="sample from the likeliest tokens with this mass (0.95)")
     add("--top-k", type=int, default=0, help="sample from this many likeliest tokens; 0: all (0)")
     add("--seed", type=int, help="makes sampling repeatable")
+    add("--save-cache", type=Path, help="write cache and conversation here at the end of a one-shot answer")
+    add("--load-cache", type=Path, help="go on with a conversation saved so or by /save-cache")
     add("--stats", action="store_true", help="speed and memory after each answer")
     return parser.parse_args(argv)
 
@@ -213,6 +216,11 @@ def command(chat: Chat, line: str) -> bool:
             json.dumps(chat.messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
         )
         note(f"{len(chat.messages)} messages written to {rest}")
+    elif word == "/save-cache":
+        if not rest:
+            raise ValueError("/save-cache needs a file name, for instance /save-cache report.safetensors")
+        chat.save_cache(rest)
+        note(f"{chat.cache.nbytes / 2**20:.1f} MiB of cache written to {rest}")
     else:
         raise ValueError(f"unknown command {word}; /help lists them")
     return False
@@ -243,15 +251,19 @@ def main(argv: list[str] | None = None) -> int:
         cache = CompressedKVCache.for_model(
             model, policy, budget=budget, room=args.room, context=args.context
         )
+        chat = Chat(model, tok, cache, system=args.system, max_new_tokens=args.max_new_tokens)
+        if args.load_cache is not None:
+            chat.load_cache(args.load_cache)
         options = dict(
             temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed, chunk=args.chunk,
-            step=CompiledStep(cache) if args.compile else step,
+            step=CompiledStep(chat.cache) if args.compile else step,
         )  # fmt: skip
-        chat = Chat(model, tok, cache, system=args.system, max_new_tokens=args.max_new_tokens)
         if text is None:
             converse(chat, options, args.stats)
         else:
             answer(chat, text, options, args.stats)
+            if args.save_cache is not None:
+                chat.save_cache(args.save_cache)
     except (ValueError, OSError) as error:
         note(f"error: {error}")
         return 2

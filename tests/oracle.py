@@ -16,9 +16,9 @@ class MaskedDense:
         self.k = [torch.zeros(shape) for _ in range(config.n_layers)]
         self.v = [torch.zeros(shape) for _ in range(config.n_layers)]
 
-    def begin(self, batch: int, length: int, pos: Tensor | None) -> Tensor:
+    def begin(self, tokens: Tensor, pos: Tensor | None) -> Tensor:
         self.held = [self.other.kept(layer) for layer in range(self.model.config.n_layers)]
-        return self.other.seen[:, None] + torch.arange(length) if pos is None else pos
+        return self.other.seen[:, None] + torch.arange(tokens.shape[1]) if pos is None else pos
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         out = torch.zeros_like(q)

@@ -131,3 +131,15 @@ def test_stop_texts_end_an_answer(parts):
     (short,) = talk(chat, ["hello"], ignore_eos=True, stop=[cut])
     assert short == whole[: whole.index(cut)]
     assert chat.reason == "stop"
+
+
+def test_a_saved_conversation_goes_on_as_if_it_had_not_stopped(parts, tmp_path):
+    model, tok = parts
+    chat = Chat(model, tok, budgeted(model), max_new_tokens=9)
+    talk(chat, TURNS[:2], ignore_eos=True)
+    chat.save_cache(tmp_path / "talk.safetensors")
+    later = Chat(model, tok, CompressedKVCache.for_model(model, "full"), max_new_tokens=9)
+    later.load_cache(tmp_path / "talk.safetensors")
+    assert later.cache.policy == chat.cache.policy
+    assert talk(later, TURNS[2:], ignore_eos=True) == talk(chat, TURNS[2:], ignore_eos=True)
+    assert later.messages == chat.messages

@@ -19,6 +19,7 @@ LAYERS = {
     "minikv.pool": 3,
     "minikv.rows": 3,
     "minikv.layer": 4,
+    "minikv.cache_file": 4,
     "minikv.cache": 5,
     "minikv.step": 6,
     "minikv.sampling": 6,

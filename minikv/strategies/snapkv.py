@@ -40,9 +40,13 @@ class SnapKV(Scorer):
     def n_queries(self) -> int:
         return self.window
 
+    @property
+    def keeps_window(self) -> int:
+        return self.window
+
     def score(self, seen: Seen) -> Tensor:
         votes = seen.attention(self.window).mean((2, 3))  # [B, H, n]
-        recent = seen.pos > seen.last[:, None, None] - self.window
+        recent = seen.recent(self.window)
         # The window does not vote for itself: it stays anyway, and must not lift its neighbours.
         votes = votes.masked_fill(recent, 0.0)
         pool = F.max_pool1d if self.pool == "max" else F.avg_pool1d

@@ -1,0 +1,22 @@
+"""How much attention each key got from many queries, without a queries x keys matrix."""
+
+import torch
+from torch import Tensor
+
+from kernels.attend import QUERY_BLOCK, masked_softmax, visible
+
+
+def received(q: Tensor, q_pos: Tensor, k: Tensor, pos: Tensor, window: int | None) -> Tensor:
+    """Attention probabilities summed over queries and averaged over the query heads of a group.
+
+    q `[B, H, G, T, D]` at q_pos `[B, T]` (-1 counts for nothing), k `[B, H, n, D]` at pos `[B, H, n]` ->
+    float32 `[B, H, n]`. Works through blocks of queries, so memory grows with n and not with T * n.
+    """
+    total = torch.zeros(pos.shape, dtype=torch.float32, device=k.device)
+    keys = k.float().mT[:, :, None]  # [B, H, 1, D, n]
+    for start in range(0, q.shape[3], QUERY_BLOCK):
+        block = q[:, :, :, start : start + QUERY_BLOCK].float() * q.shape[-1] ** -0.5
+        block_pos = q_pos[:, None, start : start + QUERY_BLOCK, None]
+        ok = visible(pos[:, :, None], block_pos, window)  # [B, H, t, n]
+        total += masked_softmax(block @ keys, ok[:, :, None]).mean(2).sum(2)
+    return total
