@@ -34,6 +34,11 @@ class Scorer(ABC):
         return 0
 
     @property
+    def attention_scores(self) -> bool:
+        """Whether scores are attention probabilities or sums of them, as some refiners need."""
+        return False
+
+    @property
     def keeps_window(self) -> int:
         """How many of the last tokens the method itself never drops, whatever the policy's `recent`."""
         return 0
@@ -106,6 +111,11 @@ class Full(Scorer):
 @dataclass(frozen=True)
 class Refiner:
     """A second look at the scores once each head's budget is known; this one changes nothing."""
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether scores must be attention; see `Scorer.attention_scores`."""
+        return False
 
     def refine(self, scores: Tensor, budgets: Tensor, seen: Seen) -> Tensor:
         """`scores [B, H, n]` with protected candidates at +inf, `budgets [B, H]` -> scores."""

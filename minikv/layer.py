@@ -50,8 +50,11 @@ class Layer(nn.Module):
         for name, (shape, dtype) in statistics.items():
             zeros = torch.zeros(*lead, rows.room, *shape, dtype=dtype, device=sizes.device)
             self.register_buffer(f"fresh_{name}", zeros)
+        # Remembered queries only rank tokens, and a query weighs as much as G / 2 tokens: 16 bits will do.
         ring = rows.n_queries + 1 if rows.n_queries else 0
-        self.register_buffer("queries", torch.zeros(*lead, sizes.group, ring, sizes.head_dim, **like))
+        half = torch.bfloat16 if sizes.dtype == torch.float32 else sizes.dtype
+        queries = torch.zeros(*lead, sizes.group, ring, sizes.head_dim, dtype=half, device=sizes.device)
+        self.register_buffer("queries", queries)
 
     # Attention.
 
@@ -60,7 +63,7 @@ class Layer(nn.Module):
         new = self.arrived(k, v, pos, rows.tokens)
         self.remember(q, pos, rows)
         if self.drops_before:
-            self.drop_one(new, rows)
+            self.drop_one(new, q, pos, rows)
             return self.attend_kept(q, pos)
         self.put(new, rows)
         kept = (
@@ -79,7 +82,7 @@ class Layer(nn.Module):
         if self.watches:
             self.watch(p_kept, p_fresh, fresh.pos, pos)
         if self.drops_each_step:
-            self.drop_one(fresh, rows)
+            self.drop_one(fresh, q, pos, rows)
         return y.flatten(1, 2)[:, :, None]
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rows: Rows) -> Tensor:
@@ -121,7 +124,8 @@ class Layer(nn.Module):
         for t in range(free, pos.shape[1]):
             at = slice(t, t + 1)
             self.remember(q[:, :, at], pos[:, at], rows)
-            self.drop_one(self.arrived(k[:, :, at], v[:, :, at], pos[:, at], rows.tokens[:, at]), rows)
+            new = self.arrived(k[:, :, at], v[:, :, at], pos[:, at], rows.tokens[:, at])
+            self.drop_one(new, q[:, :, at], pos[:, at], rows)
             done.append(self.attend_kept(q[:, :, at], pos[:, at]))
         return torch.cat(done, dim=2)
 
@@ -177,13 +181,14 @@ class Layer(nn.Module):
         new_q: Tensor | None = None,
         new_pos: Tensor | None = None,
     ) -> None:
-        """Survivors of all candidates become kept, in the active rows (bool `[B]`); the others stay as they are."""
+        """Survivors of all candidates become kept, in the active rows (bool `[B]`); the others stay as they are.
+
+        new_q `[B, G*H, T, D]` and new_pos `[B, T]`: the queries of the chunk that has just attended, if one has.
+        """
         found = joined(parts)
         found = replace(found, pos=self.in_window(found.pos, last))
         if rows.gaps or self.drops_each_step:
             found = found.in_order()
-        if new_q is not None:
-            new_q = new_q.unflatten(1, (self.sizes.heads, -1))
         seen = self.seen([found], last, rows, new_q, new_pos)
         if new_q is not None and self.statistics:
             found = replace(found, state=self.policy.score.absorb(seen))
@@ -194,10 +199,12 @@ class Layer(nn.Module):
             survives = self.policy.select(seen, self.budget, self.index)
         self.kept.keep(found, survives, active)
 
-    def drop_one(self, new: Tokens, rows: Rows) -> None:
+    def drop_one(self, new: Tokens, q: Tensor, pos: Tensor, rows: Rows) -> None:
         """Of the kept tokens and the newest one the least important goes; an empty slot goes first."""
-        last = rows.last(new.pos[:, 0])
-        seen = self.seen([self.kept.tokens(self.kept.slots), new], last, rows)
+        parts, last = [self.kept.tokens(self.kept.slots), new], rows.last(pos)
+        seen = self.seen(parts, last, rows, q, pos)
+        if self.drops_before:  # the newest query itself is still to attend
+            seen = replace(seen, pos=self.in_window(torch.cat([t.pos for t in parts], 2), last - 1))
         ranks = self.policy.guard(self.policy.score.score(seen), seen, self.budget)
         # Among equals the later position goes.
         least = torch.where(ranks == ranks.amin(-1, keepdim=True), seen.pos, -2)
@@ -208,14 +215,16 @@ class Layer(nn.Module):
         parts: list[Tokens],
         last: Tensor,
         rows: Rows,
-        new_q: Tensor | None = None,
-        new_pos: Tensor | None = None,
+        new_q: Tensor | None,
+        new_pos: Tensor | None,
     ) -> Seen:
-        n = rows.n_queries
-        wo, turn = self.borrowed
+        n, (wo, turn) = rows.n_queries, self.borrowed
+        queries, q_pos = self.queries, rows.query_pos
+        if n and new_q is not None:
+            queries, q_pos = self.with_latest(new_q, new_pos, rows), rows.with_latest(new_pos)
         return Seen(
-            q=self.queries[:, :, :, :n],
-            q_pos=rows.query_pos[:, :n],
+            q=queries[:, :, :, :n],
+            q_pos=q_pos[:, :n],
             k_parts=[t.k for t in parts],
             v_parts=[t.v for t in parts],
             pos=self.in_window(torch.cat([t.pos for t in parts], 2), last),
@@ -223,7 +232,7 @@ class Layer(nn.Module):
             sliding=self.window,
             wo=wo.view(-1, self.sizes.heads, self.sizes.group, self.sizes.head_dim),
             state={name: torch.cat([t.state[name] for t in parts], 2) for name in self.statistics},
-            new_q=new_q,
+            new_q=None if new_q is None else new_q.unflatten(1, (self.sizes.heads, -1)),
             new_pos=new_pos,
             turn=turn,
         )
@@ -252,13 +261,16 @@ class Layer(nn.Module):
 
     def remember(self, q: Tensor, pos: Tensor, rows: Rows) -> None:
         """Keep the last queries, for scorers that look at them."""
-        if rows.n_queries == 0:
-            return
-        q = q.unflatten(1, (self.sizes.heads, -1))  # [B, H, G, T, D]
+        if rows.n_queries:
+            self.queries.copy_(self.with_latest(q, pos, rows))
+
+    def with_latest(self, q: Tensor, pos: Tensor, rows: Rows) -> Tensor:
+        """The remembered queries and these exact ones, float32 `[B, H, G, n_queries + 1, D]`."""
+        q = q.unflatten(1, (self.sizes.heads, -1)).float()  # [B, H, G, T, D]
         index, slot = (
             x[:, None, None, :, None].expand(-1, *q.shape[1:3], -1, q.shape[-1]) for x in rows.tail(pos)
         )
-        self.queries.scatter_(3, slot, q.gather(3, index))
+        return self.queries.float().scatter(3, slot, q.gather(3, index))
 
     def held(self, rows: Rows) -> list[Tokens]:
         return [self.kept.tokens(min(rows.used, self.kept.slots)), self.fresh_tokens(rows.n_fresh, rows)]

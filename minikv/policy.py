@@ -10,8 +10,23 @@ from torch import Tensor
 
 from minikv.axes import Codec, Full, HeadSplit, LayerSplit, Refiner, Scorer
 from minikv.seen import Seen
+from minikv.strategies.adakv import AdaKV
+from minikv.strategies.andpro import AnDPro
+from minikv.strategies.criticalkv import CriticalKV
+from minikv.strategies.duoattention import DuoAttention
+from minikv.strategies.expected_attention import ExpectedAttention
+from minikv.strategies.fastgen import FastGen
+from minikv.strategies.h2o import H2O
+from minikv.strategies.hashevict import HashEvict
+from minikv.strategies.headkv import HeadKV
+from minikv.strategies.keydiff import KeyDiff
+from minikv.strategies.l2norm import L2Norm
+from minikv.strategies.pyramidkv import PyramidKV
+from minikv.strategies.random_control import Random, Stride
+from minikv.strategies.scissorhands import Scissorhands
 from minikv.strategies.snapkv import SnapKV
 from minikv.strategies.streaming import StreamingLLM
+from minikv.strategies.tova import TOVA
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,11 @@ class Policy:
             raise ValueError(
                 f"every={self.every} is shorter than the {window} queries {self.score} looks at; use "
                 f"every={window} or more, or a smaller window"
+            )
+        if self.refine.needs_attention and not self.score.attention_scores:
+            raise ValueError(
+                f"{self.refine} weighs attention, and {self.score} scores by something else; use it with "
+                "snapkv, h2o or tova"
             )
         if not self.heads.uniform and self.every == 1:
             raise ValueError(
@@ -82,7 +102,9 @@ class Policy:
         scores = self.guard(self.score.score(seen), seen, budget)
         budgets = self.heads.split(scores, budget, layer)
         scores = self.guard(self.refine.refine(scores, budgets, seen), seen, budget)
-        return (rank(scores) < budgets[..., None]) & seen.valid
+        wins = rank(scores) < budgets[..., None]
+        fits = (seen.valid.sum(-1) <= budget).all(-1)  # [B] rows that need not drop anything
+        return (wins | fits[:, None, None]) & seen.valid
 
     @staticmethod
     def parse(text: str) -> "Policy":
@@ -91,17 +113,18 @@ class Policy:
         Raises ValueError naming the word that is unknown, malformed or given twice for one axis.
         """
         parts = [_parse_part(word.strip()) for word in text.split("+")]
-        taken: dict[str, str] = {}
+        chosen: dict[str, object] = {}
+        named: dict[str, str] = {}
         for name, strategy in parts:
-            axis = axis_of(strategy)
-            if axis in taken:
-                raise ValueError(
-                    f"policy {text!r}: {taken[axis]!r} and {name!r} both choose the {axis} axis; keep one"
-                )
-            taken[axis] = name
-        chosen = {axis_of(strategy): strategy for _, strategy in parts}
+            for axis in axes_of(strategy):
+                if axis in chosen:
+                    raise ValueError(
+                        f"policy {text!r}: {named[axis]!r} and {name!r} both choose the {axis} axis; keep one"
+                    )
+                chosen[axis], named[axis] = strategy, name
+        # A single name is the published method; of several, the scorer brings its guards and trigger.
         base = METHODS.get(parts[0][0]) if len(parts) == 1 else None
-        base = base or METHODS[taken.get("score", "snapkv")]
+        base = base or METHODS[named.get("score", "snapkv")]
         return replace(base, **chosen)
 
 
@@ -120,7 +143,8 @@ def to_text(policy: Policy) -> str:
 def from_text(text: str, **rest: int | float | None) -> Policy:
     """The policy of exactly these strategies, with `every`, `sinks` and `recent` as given."""
     parts = [_parse_part(word) for word in text.split("+")]
-    return Policy(**{axis_of(strategy): strategy for _, strategy in parts}, **rest)
+    chosen = {axis: strategy for _, strategy in parts for axis in axes_of(strategy)}
+    return Policy(**chosen, **rest)
 
 
 def rank(scores: Tensor) -> Tensor:
@@ -133,22 +157,54 @@ def rank(scores: Tensor) -> Tensor:
 AXES = {"score": Scorer, "refine": Refiner, "heads": HeadSplit, "layers": LayerSplit, "store": Codec}
 
 
-def axis_of(strategy: object) -> str:
-    return next(axis for axis, kind in AXES.items() if isinstance(strategy, kind))
+def axes_of(strategy: object) -> list[str]:
+    """The axis a strategy fills; FastGen and HeadKV fill two."""
+    return [axis for axis, kind in AXES.items() if isinstance(strategy, kind)]
 
 
 # What a name means in a policy's text.
 STRATEGIES: dict[str, type] = {
     "full": Full,
     "streaming": StreamingLLM,
+    "h2o": H2O,
+    "scissorhands": Scissorhands,
+    "tova": TOVA,
+    "l2": L2Norm,
+    "hashevict": HashEvict,
+    "fastgen": FastGen,
     "snapkv": SnapKV,
+    "andpro": AnDPro,
+    "expectedattention": ExpectedAttention,
+    "keydiff": KeyDiff,
+    "random": Random,
+    "stride": Stride,
+    "criticalkv": CriticalKV,
+    "adakv": AdaKV,
+    "headkv": HeadKV,
+    "duoattention": DuoAttention,
+    "pyramidkv": PyramidKV,
 }
 
-# Published methods with their papers' defaults.
+# Published methods with their papers' defaults. HeadKV and DuoAttention need a file of head scores, so they
+# are named in a policy's text.
 METHODS: dict[str, Policy] = {
     "full": Policy(Full()),
     "streaming": Policy(StreamingLLM(), every=1),
+    "h2o": Policy(H2O(), every=1, sinks=0, recent=0.5),
+    "scissorhands": Policy(Scissorhands(), every=1, recent=10),
+    "tova": Policy(TOVA(), every=1, sinks=0, recent=0),
+    "l2": Policy(L2Norm(), recent=10),
+    "hashevict": Policy(HashEvict(), every=1, recent=10),
+    "fastgen": Policy(FastGen(), heads=FastGen()),
     "snapkv": Policy(SnapKV()),
+    "pyramidkv": Policy(SnapKV(), layers=PyramidKV()),
+    "adakv": Policy(SnapKV(), heads=AdaKV()),
+    "criticalkv": Policy(SnapKV(), refine=CriticalKV()),
+    "andpro": Policy(AnDPro(), heads=AdaKV(floor=0)),
+    "expectedattention": Policy(ExpectedAttention()),
+    "keydiff": Policy(KeyDiff(), recent=10),
+    "random": Policy(Random(), recent=10),
+    "stride": Policy(Stride(), recent=10),
 }
 
 

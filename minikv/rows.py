@@ -66,9 +66,14 @@ class Rows(nn.Module):
     def remember(self, pos: Tensor) -> None:
         if self.n_queries == 0:
             return
+        self.query_pos.copy_(self.with_latest(pos))
+
+    def with_latest(self, pos: Tensor) -> Tensor:
+        """Positions of the remembered queries once those at `pos [B, T]` are among them, `[B, n_queries + 1]`."""
         index, slot = self.tail(pos)
-        self.query_pos.scatter_(1, slot, pos.gather(1, index).to(torch.int32))
-        self.query_pos[:, -1] = -1
+        latest = self.query_pos.scatter(1, slot, pos.gather(1, index).to(torch.int32))
+        latest[:, -1] = -1
+        return latest
 
     def tail(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """The last queries of a chunk with positions `[B, T]`: their index in it and their slot in the ring."""

@@ -1,6 +1,7 @@
 """Toy models of two layers, a toy checkpoint folder with a tokenizer, and the real model's folder."""
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
+from minikv.policy import AXES, Policy
 from models.config import Config
 from models.hub import find
 from models.load import random_model
@@ -35,6 +37,29 @@ def make_toy(**changes) -> Transformer:
         if "norm" not in name:
             parameter.normal_(std=0.25, generator=generator)
     return model
+
+
+# What makes a method small enough for prompts of a few tokens.
+SMALL = dict(window=3, kernel=3, guarded=6, history=20, n_future=16)
+
+
+def small(policy: Policy, every: int | None) -> Policy:
+    """The policy with small windows and guards and this trigger. Raises ValueError where the pair is refused."""
+
+    def shrunk(strategy):
+        names = [f.name for f in fields(strategy)]
+        return replace(strategy, **{name: value for name, value in SMALL.items() if name in names})
+
+    axes = {axis: shrunk(getattr(policy, axis)) for axis in AXES}
+    guards = dict(sinks=min(policy.sinks, 2), recent=min(policy.recent, 4))
+    return replace(policy, **axes, **guards, every=every)
+
+
+def small_or_none(policy: Policy, every: int | None) -> Policy | None:
+    try:
+        return small(policy, every)
+    except ValueError:
+        return None
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,16 @@
 """One graph for a cache's life: no graph breaks, no recompiles, no buffer that moves."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
 from minikv import METHODS, CompressedKVCache, generate
 from minikv.step import step
+from tests.conftest import small
 
 
-def small(name: str):
-    policy = METHODS[name]
-    score = replace(policy.score, window=3) if policy.score.n_queries else policy.score
-    return replace(policy, score=score, sinks=2, recent=4)
+def trigger(name: str):
+    return small(METHODS[name], METHODS[name].every)
 
 
 class Counted:
@@ -48,7 +45,7 @@ def talk(model, cache, run) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_one_graph_whatever_the_prompt_the_length_and_the_state(name, toy):
-    cache = CompressedKVCache.for_model(toy, small(name), budget=12, room=4, context=128)
+    cache = CompressedKVCache.for_model(toy, trigger(name), budget=12, room=4, context=128)
     eager = talk(toy, cache, step)
     cache.reset()
     cache.rows.static = True
@@ -60,7 +57,7 @@ def test_one_graph_whatever_the_prompt_the_length_and_the_state(name, toy):
 
 
 def test_sampling_settings_do_not_compile_anything_new(toy):
-    cache = CompressedKVCache.for_model(toy, small("snapkv"), budget=12, room=4)
+    cache = CompressedKVCache.for_model(toy, trigger("snapkv"), budget=12, room=4)
     cache.rows.static = True
     run = Counted()
     for temperature in (0.0, 0.5, 2.0):

@@ -37,6 +37,10 @@ class SnapKV(Scorer):
             raise ValueError(f'snapkv pools by "max" or "avg", not {self.pool!r}')
 
     @property
+    def attention_scores(self) -> bool:
+        return True
+
+    @property
     def n_queries(self) -> int:
         return self.window
 
