@@ -64,6 +64,11 @@ class Scorer(ABC):
         return False
 
     @property
+    def replays(self) -> bool:
+        """Whether prompts are read a second time before they are compressed; see `minikv.replay`."""
+        return False
+
+    @property
     def watches(self) -> bool:
         """Whether `watch` wants to see every step's attention."""
         return False
@@ -132,7 +137,7 @@ class HeadSplit:
         return True
 
     def split(self, scores: Tensor, budget: int, layer: int) -> Tensor:
-        """`scores [B, H, n]`, budget per head on average -> int64 `[B, H]` summing to `H * budget`.
+        """`scores [B, H, n]`, budget per head on average -> int64 `[B, H]` summing to at most `H * budget`.
 
         Protected candidates have +inf, empty ones -inf. A head that has fewer tokens than it is given
         wastes the difference, so budget is to be given where there are tokens.
@@ -145,7 +150,7 @@ class HeadSplit:
 class LayerSplit:
     """The model's budget over its layers, decided once; this one gives each the same."""
 
-    def split(self, budget: int, n_layers: int) -> list[int]:
+    def split_layers(self, budget: int, n_layers: int) -> list[int]:
         return [budget] * n_layers
 
 

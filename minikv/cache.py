@@ -84,7 +84,8 @@ class CompressedKVCache(nn.Module):
             budget = limit = context or min(DEFAULT_CONTEXT, limit)
         if policy.score.shifts_sinks:
             limit = UNLIMITED
-        budgets = policy.layers.split(budget, model.config.n_layers)
+        # No layer can ever hold more tokens than there may be.
+        budgets = [min(b, limit) for b in policy.layers.split_layers(budget, model.config.n_layers)]
         policy.check_budget(min(budgets))
         return cls(model, policy, budgets, batch, room, limit)
 
@@ -103,10 +104,17 @@ class CompressedKVCache(nn.Module):
         order = torch.arange(length, device=rows.seen.device)
         if pos is None:
             pos = rows.seen[:, None] + order
-        if bool(((pos >= 0) & (pos < rows.seen[:, None])).any()):
+        if length == 0 or pos.shape != tokens.shape:
             raise ValueError(
-                f"positions go back: the cache has seen {rows.seen.tolist()} tokens per row, the new ones "
-                f"start at {pos.amin(1).tolist()}"
+                f"tokens are {list(tokens.shape)} and their positions {list(pos.shape)}; both must be [B, T] "
+                "with at least one token"
+            )
+        # Each position is to be above all before it, in this chunk and in the cache.
+        before = torch.cat((rows.seen[:, None] - 1, pos[:, :-1]), dim=1).cummax(1).values
+        if bool(((pos >= 0) & (pos <= before)).any()):
+            raise ValueError(
+                f"positions go back: the cache has seen {rows.seen.tolist()} tokens per row, the new ones are "
+                f"at {pos.tolist()}"
             )
         self.check_fits(int(pos.max()) + 1)
         rows.plain = bool(((pos < 0) | (pos == pos[:, :1] + order)).all())
@@ -139,7 +147,8 @@ class CompressedKVCache(nn.Module):
         """Fresh slots for n more tokens where nothing makes room during decoding (`every=0`)."""
         rows = self.rows
         if self.policy.every == 0 and rows.free < n:
-            blocks = -(-(n - rows.free) // rows.first_room)
+            # At least twofold, so that a compiled step has few lengths to be compiled for.
+            blocks = -(-max(n - rows.free, rows.room) // rows.first_room)
             self.resize_room(rows.room + blocks * rows.first_room)
 
     def place(self, token: Tensor, pos: Tensor) -> None:

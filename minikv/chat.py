@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,16 @@ class Chat:
         system: str | None = None,
         max_new_tokens: int = 512,
     ):
+        if len(cache.seen) != 1:
+            raise ValueError(f"a chat is one conversation, the cache holds {len(cache.seen)} rows")
         self.model, self.tok, self.cache = model, tok, cache
         self.max_new_tokens = max_new_tokens
-        self.prompt_tokens = self.new_tokens = 0
-        self.timing = Timing()
+        self.answering: Generator[str, None, None] = (piece for piece in ())  # the answer at hand
         self.start(system)
 
     def start(self, system: str | None) -> None:
         """Forget the conversation and begin anew under `system` (None: the model's default)."""
+        self.answering.close()
         self.cache.reset()
         self.system = system
         self.messages: list[dict[str, str]] = (
@@ -43,6 +45,7 @@ class Chat:
         )
         self.unfed: list[int] = []  # the last sampled token, which no step has fed yet
         self.reason: str | None = None
+        self.timing, self.prompt_tokens, self.new_tokens = Timing(), 0, 0
 
     def reset(self) -> None:
         self.start(self.system)
@@ -56,6 +59,7 @@ class Chat:
         cache = CompressedKVCache.load(path, self.model)
         if cache.note is None:
             raise ValueError(f"{path} holds a cache without a conversation; use CompressedKVCache.load")
+        self.answering.close()
         self.cache, self.reason = cache, None
         for name, value in cache.note.items():
             setattr(self, name, value)
@@ -71,12 +75,13 @@ class Chat:
             return self.tok.chat([*self.messages, {"role": "user", "content": text}])
         return self.unfed + self.tok.follow_up(text)
 
-    def send(self, text: str, **options: Any) -> Iterator[str]:
+    def send(self, text: str, **options: Any) -> Generator[str, None, None]:
         """Stream the answer to a user message as pieces of text; options as in `generate`.
 
-        Stopping early (closing the iterator) keeps what was said so far. Raises ValueError, with nothing
+        Stopping early (closing the iterator, or sending the next message) keeps what was said so far. Raises ValueError, with nothing
         changed, if the turn does not fit into the context.
         """
+        self.answering.close()
         how = Options(**{"max_new_tokens": self.max_new_tokens, **options})
         ids = self.turn(text)
         seen = int(self.cache.seen[0])
@@ -85,15 +90,16 @@ class Chat:
                 f"the conversation has {seen} tokens and this turn {len(ids)}, which leaves no room for an "
                 f"answer in a context of {self.cache.limit}; start anew (/reset), or shorten the text"
             )
-        return self._answer(text, ids, how)
+        self.answering = self._answer(text, ids, how)
+        return self.answering
 
-    def _answer(self, text: str, ids: list[int], how: Options) -> Iterator[str]:
+    def _answer(self, text: str, ids: list[int], how: Options) -> Generator[str, None, None]:
         ends = frozenset() if how.ignore_eos else end_ids(self.model, self.tok)
         shown = StopText(self.tok.stream(), how.stop)
         running, said = [True], []
         self.timing, self.prompt_tokens, self.new_tokens = Timing(), len(ids), 0
         self.reason = "length"
-        self.messages.append({"role": "user", "content": text})
+        seen = int(self.cache.seen[0])
         try:
             for (token,) in decode(
                 self.model, [ids], self.cache, how, running, n_ids=self.tok.vocab_size, timing=self.timing
@@ -114,4 +120,7 @@ class Chat:
             self.reason = "interrupted"
             raise
         finally:
-            self.messages.append({"role": "assistant", "content": "".join(said)})
+            if int(self.cache.seen[0]) > seen:  # the turn has been read
+                self.unfed = self.unfed if self.new_tokens else []
+                self.messages.append({"role": "user", "content": text})
+                self.messages.append({"role": "assistant", "content": "".join(said)})

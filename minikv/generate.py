@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minikv.cache import CompressedKVCache
+from minikv.replay import hidden_with_replay
 from minikv.sampling import check_sampling, sample
 from minikv.step import Step, step
 from minikv.stop import StopText
@@ -43,6 +46,10 @@ class Options:
 
     def __post_init__(self):
         check_sampling(self.temperature, self.top_p, self.top_k)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must fit into 64 bits, {self.seed} does not")
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be 0 or more, not {self.max_new_tokens}")
         if self.chunk is not None and self.chunk < 1:
@@ -147,11 +154,20 @@ def decode(
     cache.reserve(max(left))
     generator = how.generator(logits.device)
     token, pos = (torch.zeros(len(rows), 1, dtype=torch.int64, device=logits.device) for _ in range(2))
-    while True:
+    for steps in itertools.count():
         for row, n in enumerate(left):
             running[row] = running[row] and n > 0
         if not any(running):
             return
+        if steps:
+            begun = perf_counter()
+            pos.copy_(cache.seen[:, None])
+            if not all(running):
+                pos[~torch.tensor(running, device=pos.device)] = REST
+            logits = how.step(model, cache, token, pos)
+            cache.settle()
+            wait_for(logits)
+            timing.steps.append(perf_counter() - begun)
         if n_ids is not None:
             logits[:, n_ids:] = -torch.inf
         token[:, 0] = sample(logits, how.temperature, how.top_p, how.top_k, generator)
@@ -160,16 +176,6 @@ def decode(
         values = token[:, 0].tolist()
         yield [value if on else None for value, on in zip(values, running, strict=True)]
         left = [n - 1 for n in left]
-        if not any(on and n > 0 for on, n in zip(running, left, strict=True)):
-            return
-        begun = perf_counter()
-        pos.copy_(cache.seen[:, None])
-        if not all(running):
-            pos[~torch.tensor(running, device=pos.device)] = REST
-        logits = how.step(model, cache, token, pos)
-        cache.settle()
-        wait_for(logits)
-        timing.steps.append(perf_counter() - begun)
 
 
 def prefill(
@@ -187,8 +193,9 @@ def prefill(
         stop = min(start + (chunk or width), width)
         fed = tokens[:, start:stop]
         piece = cache.begin(fed, pos[:, start:stop])
-        x = model.hidden(fed, piece, cache)  # [B, t, C]
-        cache.end(piece)
+        twice = cache.policy.score.replays and stop - start > 1
+        x = hidden_with_replay(model, cache, fed, piece) if twice else model.hidden(fed, piece, cache)
+        cache.end(piece)  # x [B, t, C]
         at = lengths - 1 - start  # each row's last token within this piece, if it is here
         here = (at >= 0) & (at < stop - start)
         ends = x[torch.arange(len(rows), device=device), at.clamp(0, stop - start - 1)]  # [B, C]
@@ -197,11 +204,15 @@ def prefill(
 
 
 def as_rows(ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> tuple[list[list[int]], bool]:
-    """Prompts as lists, and whether it was a single one."""
+    """Prompts as lists of ids, and whether it was a single one. Anything that counts as an integer will do."""
     listed = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    if listed and not isinstance(listed[0], int):
-        return [list(row) for row in listed], False
-    return [listed], True
+    try:
+        return [[operator.index(i) for i in listed]], True
+    except TypeError:
+        try:
+            return [[operator.index(i) for i in row] for row in listed], False
+        except TypeError as error:
+            raise ValueError(f"ids must be integers, or a list of them for each row: {error}") from error
 
 
 def check_prompts(model: nn.Module, rows: list[list[int]], cache: CompressedKVCache) -> None:

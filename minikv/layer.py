@@ -90,17 +90,22 @@ class Layer(nn.Module):
         free = self.kept.slots - min(rows.used, self.kept.slots)
         if self.drops_before and self.policy.score.one_by_one and pos.shape[1] > free:
             return self.one_by_one(q, k, v, pos, rows, free)
-        new = self.arrived(k, v, pos, rows.tokens)
-        parts = [*self.held(rows), new]
-        fits_window = self.window is None or pos.shape[1] <= self.window
-        if rows.empty and rows.plain and fits_window:
-            y = causal_chunk(q, k, v)
-        else:
-            past = joined(self.shifted(parts, rows.seen))
-            y = chunk_attention(q, past.k, past.v, pos, past.pos, self.window)
+        parts = [*self.held(rows), self.arrived(k, v, pos, rows.tokens)]
+        y = self.attend_chunk(q, parts, pos, rows)
         self.remember(q, pos, rows)
         self.compress(parts, rows.last(pos), rows, (pos >= 0).any(1), q, pos)
         return y
+
+    def attend_chunk(self, q: Tensor, parts: list[Tokens], pos: Tensor, rows: Rows) -> Tensor:
+        """New tokens, the last of the parts, attend to what is held and to each other."""
+        new = parts[-1]
+        fits_window = self.window is None or pos.shape[1] <= self.window
+        if rows.empty and rows.plain and fits_window:
+            return causal_chunk(q, new.k, new.v)
+        return self.attend_past(q, joined(self.shifted(parts, rows.seen)), pos)
+
+    def attend_past(self, q: Tensor, past: Tokens, pos: Tensor) -> Tensor:
+        return chunk_attention(q, past.k, past.v, pos, past.pos, self.window)
 
     def one_by_one(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rows: Rows, free: int) -> Tensor:
         """A chunk longer than the free slots, for a scorer that drops ahead of attention: token by token.
@@ -117,7 +122,7 @@ class Layer(nn.Module):
                     self.arrived(k[:, :, head], v[:, :, head], pos[:, head], rows.tokens[:, head]),
                 ]
             )
-            done.append(chunk_attention(q[:, :, head], past.k, past.v, pos[:, head], past.pos, self.window))
+            done.append(self.attend_past(q[:, :, head], past, pos[:, head]))
             self.compress(
                 [past], rows.last(pos[:, head]), rows, (pos[:, head] >= 0).any(1), q[:, :, head], pos[:, head]
             )
@@ -186,7 +191,6 @@ class Layer(nn.Module):
         new_q `[B, G*H, T, D]` and new_pos `[B, T]`: the queries of the chunk that has just attended, if one has.
         """
         found = joined(parts)
-        found = replace(found, pos=self.in_window(found.pos, last))
         if rows.gaps or self.drops_each_step:
             found = found.in_order()
         seen = self.seen([found], last, rows, new_q, new_pos)
@@ -201,10 +205,9 @@ class Layer(nn.Module):
 
     def drop_one(self, new: Tokens, q: Tensor, pos: Tensor, rows: Rows) -> None:
         """Of the kept tokens and the newest one the least important goes; an empty slot goes first."""
-        parts, last = [self.kept.tokens(self.kept.slots), new], rows.last(pos)
-        seen = self.seen(parts, last, rows, q, pos)
-        if self.drops_before:  # the newest query itself is still to attend
-            seen = replace(seen, pos=self.in_window(torch.cat([t.pos for t in parts], 2), last - 1))
+        seen = self.seen([self.kept.tokens(self.kept.slots), new], rows.last(pos), rows, q, pos)
+        if self.drops_before:
+            seen = replace(seen, ahead=0)
         ranks = self.policy.guard(self.policy.score.score(seen), seen, self.budget)
         # Among equals the later position goes.
         least = torch.where(ranks == ranks.amin(-1, keepdim=True), seen.pos, -2)
@@ -227,7 +230,7 @@ class Layer(nn.Module):
             q_pos=q_pos[:, :n],
             k_parts=[t.k for t in parts],
             v_parts=[t.v for t in parts],
-            pos=self.in_window(torch.cat([t.pos for t in parts], 2), last),
+            pos=torch.cat([t.pos for t in parts], 2),
             last=last,
             sliding=self.window,
             wo=wo.view(-1, self.sizes.heads, self.sizes.group, self.sizes.head_dim),
@@ -236,13 +239,6 @@ class Layer(nn.Module):
             new_pos=new_pos,
             turn=turn,
         )
-
-    def in_window(self, pos: Tensor, last: Tensor) -> Tensor:
-        """`pos [B, H, n]` with -1 for what the layer's sliding window has left behind for good."""
-        if self.window is None:
-            return pos
-        # The next query stands at last + 1 and sees `window` positions, itself among them.
-        return torch.where(pos > (last + 1 - self.window)[:, None, None], pos, -1)
 
     # What is held.
 

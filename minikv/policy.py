@@ -4,6 +4,7 @@ import ast
 import difflib
 import re
 from dataclasses import dataclass, fields, replace
+from typing import get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from minikv.strategies.h2o import H2O
 from minikv.strategies.hashevict import HashEvict
 from minikv.strategies.headkv import HeadKV
 from minikv.strategies.keydiff import KeyDiff
+from minikv.strategies.kvzip import KVzip
 from minikv.strategies.l2norm import L2Norm
 from minikv.strategies.pyramidkv import PyramidKV
 from minikv.strategies.random_control import Random, Stride
@@ -176,6 +178,7 @@ STRATEGIES: dict[str, type] = {
     "andpro": AnDPro,
     "expectedattention": ExpectedAttention,
     "keydiff": KeyDiff,
+    "kvzip": KVzip,
     "random": Random,
     "stride": Stride,
     "criticalkv": CriticalKV,
@@ -203,6 +206,7 @@ METHODS: dict[str, Policy] = {
     "andpro": Policy(AnDPro(), heads=AdaKV(floor=0)),
     "expectedattention": Policy(ExpectedAttention()),
     "keydiff": Policy(KeyDiff(), recent=10),
+    "kvzip": Policy(KVzip()),
     "random": Policy(Random(), recent=10),
     "stride": Policy(Stride(), recent=10),
 }
@@ -221,15 +225,19 @@ def _parse_part(word: str) -> tuple[str, object]:
         return name, kind()
     if not rest.endswith(")"):
         raise ValueError(f"policy {word!r} lacks its closing bracket")
-    known = [f.name for f in fields(kind)]
-    arguments = {}
+    known = get_type_hints(kind)
+    arguments: dict[str, object] = {}
     for pair in filter(None, (p.strip() for p in re.split(r",(?![^(]*\))", rest[:-1]))):
-        key, equals, value = (side.strip() for side in pair.partition("="))
-        if not equals or key not in known:
-            takes = ", ".join(known) or "no keywords"
-            raise ValueError(f"policy {word!r}: {pair!r} is not understood; {name} takes {takes}")
+        key, equals, text = (side.strip() for side in pair.partition("="))
+        if not equals or key not in known or key in arguments:
+            takes = ", ".join(f.name for f in fields(kind)) or "no keywords"
+            raise ValueError(f"policy {word!r}: {pair!r} is not understood; {name} takes {takes}, each once")
         try:
-            arguments[key] = ast.literal_eval(value)
+            value = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            arguments[key] = value  # a bare word, as in pool=avg
+            value = text  # a bare word, as in pool=avg
+        wanted = get_origin(known[key]) or known[key]
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise ValueError(f"policy {word!r}: {key} is to be {wanted.__name__}, not {text!r}")
+        arguments[key] = value
     return name, kind(**arguments)

@@ -25,6 +25,7 @@ class Seen:
     pos: Tensor  # [B, H, n]
     last: Tensor  # [B] position of the newest token of each row
     sliding: int | None = None  # the layer's own sliding window
+    ahead: int = 1  # the next query to attend stands at last + ahead
     wo: Tensor | None = None  # [C, H, G, D] output projection of each query head
     state: Mapping[str, Tensor] = field(default_factory=dict)  # the scorer's statistics, [B, H, n, ...]
     new_q: Tensor | None = None  # [B, H, G, T, D] all queries of the chunk that has just attended, if one has
@@ -42,8 +43,14 @@ class Seen:
 
     @property
     def valid(self) -> Tensor:
-        """Which candidates are tokens at all, bool `[B, H, n]`."""
-        return self.pos >= 0
+        """Which candidates are tokens that a later query can still see, bool `[B, H, n]`.
+
+        What has left the layer's sliding window is lost for good; earlier queries did see it, though.
+        """
+        ok = self.pos >= 0
+        if self.sliding is None:
+            return ok
+        return ok & (self.pos > (self.last + self.ahead - self.sliding)[:, None, None])
 
     def recent(self, n: int) -> Tensor:
         """Which candidates are among the last n tokens of their row, bool `[B, H, n]`."""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,10 @@ class CompiledStep:
     def __init__(self, cache: CompressedKVCache):
         cache.rows.static = True
         on_gpu = cache.rows.seen.is_cuda
+        # A code object of its own: torch compiles at most eight variants of one, and each cache shape is one.
+        self.own = FunctionType(step.__code__.replace(co_name=f"step_{id(self)}"), step.__globals__)
         self.run: Step = torch.compile(
-            step, fullgraph=True, dynamic=False, mode="reduce-overhead" if on_gpu else None
+            self.own, fullgraph=True, dynamic=False, mode="reduce-overhead" if on_gpu else None
         )
         self.proven = False
 

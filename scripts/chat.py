@@ -9,12 +9,18 @@ once, the answer alone on standard output and everything else on standard error.
 """
 
 import argparse
+import io
 import json
 import signal
 import sys
 from pathlib import Path
 from statistics import median
 from types import FrameType
+
+try:
+    import readline
+except ImportError:
+    readline = None
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,6 +29,7 @@ from dataclasses import replace
 from minikv import Chat, CompressedKVCache, Policy
 from minikv.step import CompiledStep, step
 from models import load_model, load_tokenizer
+from scripts.command_line import Parser
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -38,7 +45,7 @@ HELP = """\
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Talk to a model whose KV cache keeps to a budget.")
+    parser = Parser(description="Talk to a model whose KV cache keeps to a budget.")
     add = parser.add_argument
     add(
         "--model",
@@ -138,8 +145,8 @@ class Interrupt:
         self.asked = True
 
 
-def answer(chat: Chat, text: str, options: dict, show_stats: bool) -> None:
-    """Stream one answer to standard output; what else there is to say goes to standard error."""
+def answer(chat: Chat, text: str, options: dict, show_stats: bool) -> bool:
+    """Stream one answer to standard output, all else to standard error; whether it came to its end."""
     with Interrupt() as interrupt:
         pieces = chat.send(text, **options)
         for piece in pieces:
@@ -152,6 +159,7 @@ def answer(chat: Chat, text: str, options: dict, show_stats: bool) -> None:
         note(stats(chat))
     if chat.full:
         note(f"the context of {chat.cache.limit} tokens is full; nothing was dropped, /reset starts anew")
+    return not interrupt.asked
 
 
 def note(text: str) -> None:
@@ -172,13 +180,12 @@ def converse(chat: Chat, options: dict, show_stats: bool) -> None:
         if not line:
             continue
         try:
-            if line.startswith("/file"):
-                line = file_text(line)
-            if line.startswith("/"):
-                if command(chat, line):
-                    return
-                continue
-            answer(chat, line, options, show_stats)
+            if line.split()[0] == "/file":
+                answer(chat, file_text(line), options, show_stats)
+            elif not line.startswith("/"):
+                answer(chat, line, options, show_stats)
+            elif command(chat, line):
+                return
         except (ValueError, OSError) as error:
             note(f"error: {error}")
 
@@ -188,7 +195,14 @@ def file_text(line: str) -> str:
     words = line.split(maxsplit=2)
     if len(words) < 2:
         raise ValueError("/file needs a file name, for instance /file report.txt What is new?")
-    return "\n\n".join([Path(words[1]).read_text(encoding="utf-8"), *words[2:]])
+    return "\n\n".join([read_text(Path(words[1])), *words[2:]])
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text (byte {error.start})") from error
 
 
 def command(chat: Chat, line: str) -> bool:
@@ -212,9 +226,8 @@ def command(chat: Chat, line: str) -> bool:
     elif word == "/save":
         if not rest:
             raise ValueError("/save needs a file name, for instance /save talk.json")
-        Path(rest).write_text(
-            json.dumps(chat.messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(chat.messages, ensure_ascii=False, indent=2) + "\n"
+        Path(rest).write_bytes(text.encode("utf-8", "replace"))
         note(f"{len(chat.messages)} messages written to {rest}")
     elif word == "/save-cache":
         if not rest:
@@ -228,10 +241,12 @@ def command(chat: Chat, line: str) -> bool:
 
 def prompt_text(args: argparse.Namespace) -> str | None:
     """The one-shot prompt from flags or piped input; None means a conversation."""
-    parts = [] if args.prompt_file is None else [args.prompt_file.read_text(encoding="utf-8")]
+    parts = [] if args.prompt_file is None else [read_text(args.prompt_file)]
     if args.prompt is not None:
         parts.append(args.prompt)
     if not parts:
+        if sys.stdin is None:
+            raise ValueError("there is no standard input; give a --prompt or a --prompt-file")
         if sys.stdin.isatty():
             return None
         parts.append(sys.stdin.read())
@@ -243,6 +258,8 @@ def prompt_text(args: argparse.Namespace) -> str | None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a stray byte must not end a conversation
     try:
         policy, budget = choose_policy(args)
         text = prompt_text(args)
@@ -261,9 +278,10 @@ def main(argv: list[str] | None = None) -> int:
         if text is None:
             converse(chat, options, args.stats)
         else:
-            answer(chat, text, options, args.stats)
+            whole = answer(chat, text, options, args.stats)
             if args.save_cache is not None:
                 chat.save_cache(args.save_cache)
+            return 0 if whole else 130
     except (ValueError, OSError) as error:
         note(f"error: {error}")
         return 2

@@ -24,13 +24,14 @@ from rich.text import Text
 from minikv import CompressedKVCache
 from minikv.generate import prefill
 from models import load_model, load_tokenizer
+from scripts.command_line import Parser
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="See what a policy keeps of a prompt.")
+    parser = Parser(description="See what a policy keeps of a prompt.")
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="as in chat.py (smollm2-135m)")
     add("--prompt-file", type=Path, required=True, help="the text, sent as a user message")

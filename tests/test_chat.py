@@ -143,3 +143,29 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_stopped(parts, tmp_path):
     assert later.cache.policy == chat.cache.policy
     assert talk(later, TURNS[2:], ignore_eos=True) == talk(chat, TURNS[2:], ignore_eos=True)
     assert later.messages == chat.messages
+
+
+def test_a_turn_without_an_answer_feeds_nothing_twice(parts):
+    """The token left over from the answer before goes in once, also if no new one comes of it."""
+    model, tok = parts
+    chat = Chat(model, tok, CompressedKVCache.for_model(model, "full"), max_new_tokens=3)
+    talk(chat, ["hi"], ignore_eos=True)
+    assert len(chat.unfed) == 1
+    talk(chat, ["yo"], max_new_tokens=0)
+    assert chat.unfed == []
+
+
+def test_a_new_message_ends_the_answer_at_hand(parts):
+    model, tok = parts
+    chat = Chat(model, tok, CompressedKVCache.for_model(model, "full"), max_new_tokens=20)
+    first = chat.send("hi", ignore_eos=True)
+    next(first)
+    talk(chat, ["yo"], max_new_tokens=3, ignore_eos=True)
+    assert list(first) == []
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
+
+
+def test_a_chat_is_one_conversation(parts):
+    model, tok = parts
+    with pytest.raises(ValueError, match="2 rows"):
+        Chat(model, tok, CompressedKVCache.for_model(model, "full", batch=2))

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -141,3 +142,32 @@ def test_compiled_steps_give_the_tokens_of_eager_ones(toy):
         toy, PROMPT * 2, cache, max_new_tokens=12, ignore_eos=True, step=CompiledStep(cache)
     ).ids
     assert compiled == eager
+
+
+def test_a_row_that_ends_at_the_context_limit_leaves_its_last_token_unfed():
+    model = make_toy(max_position=64)
+    cache = full(model, 2)
+    out = generate(model, [[5] * 62, [6] * 3], cache, max_new_tokens=20, ignore_eos=True)
+    assert [len(i) for i in out.ids] == [2, 20]
+    assert cache.seen.tolist() == [63, 22]
+
+
+def test_ids_may_be_any_integers(toy):
+    want = generate(toy, [3, 4, 5], full(toy), max_new_tokens=3, ignore_eos=True).ids
+    for ids in (np.array([3, 4, 5]), torch.tensor([3, 4, 5]), (3, 4, 5), list(np.array([3, 4, 5]))):
+        assert generate(toy, ids, full(toy), max_new_tokens=3, ignore_eos=True).ids == want
+    rows = generate(toy, np.array([[3, 4, 5]]), full(toy), max_new_tokens=3, ignore_eos=True)
+    assert rows.ids == [want]
+    for ids in (torch.tensor([1.5]), ["a"], [None]):
+        with pytest.raises(ValueError, match="integers"):
+            generate(toy, ids, full(toy))
+
+
+def test_more_caches_than_torch_compiles_variants_of_one_function(toy):
+    """Eight variants per code object are the limit, and a cache of another size is another variant."""
+    torch._dynamo.reset()
+    for budget in range(40, 51):
+        cache = CompressedKVCache.for_model(toy, "l2", budget=budget, room=4)
+        run = CompiledStep(cache)
+        run.run = torch.compile(run.own, backend="eager", fullgraph=True)
+        generate(toy, [5] * 60, cache, max_new_tokens=3, ignore_eos=True, step=run)

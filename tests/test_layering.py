@@ -21,6 +21,7 @@ LAYERS = {
     "minikv.layer": 4,
     "minikv.cache_file": 4,
     "minikv.cache": 5,
+    "minikv.replay": 6,
     "minikv.step": 6,
     "minikv.sampling": 6,
     "minikv.stop": 6,

@@ -7,22 +7,11 @@ import torch
 import transformers
 
 from minikv import Chat, CompressedKVCache, generate
-from models import load_model, load_tokenizer
 
 pytestmark = pytest.mark.slow
 
 QUESTIONS = ["What is the capital of France?", "Write a short poem about the sea.", "Why is the sky blue?"]
 NEEDLE = "The secret code for the blue door is 48213."
-
-
-@pytest.fixture(scope="module")
-def model(smollm2_dir):
-    return load_model(smollm2_dir)
-
-
-@pytest.fixture(scope="module")
-def tok(smollm2_dir):
-    return load_tokenizer(smollm2_dir)
 
 
 def document(tok, n_tokens: int) -> str:
@@ -31,14 +20,16 @@ def document(tok, n_tokens: int) -> str:
     return tok.decode(tok.encode(text[: n_tokens * 8])[:n_tokens])
 
 
-def test_it_knows_the_capital_of_france(model, tok):
+def test_it_knows_the_capital_of_france(real_model, real_tok):
+    model, tok = real_model, real_tok
     ids = tok.chat([{"role": "user", "content": QUESTIONS[0]}])
     out = generate(model, ids, CompressedKVCache.for_model(model), tok, max_new_tokens=32)
     assert "Paris" in out.text
     assert out.reason == "eos"
 
 
-def test_greedy_ids_equal_transformers(model, tok, smollm2_dir):
+def test_greedy_ids_equal_transformers(real_model, real_tok, smollm2_dir):
+    model, tok = real_model, real_tok
     theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
     for question in QUESTIONS:
         ids = tok.chat([{"role": "user", "content": question}])
@@ -52,7 +43,8 @@ def test_greedy_ids_equal_transformers(model, tok, smollm2_dir):
         assert ours[:end] == want[0, len(ids) : len(ids) + end].tolist()
 
 
-def test_a_long_document_fits_a_small_budget_and_answers_two_questions(model, tok):
+def test_a_long_document_fits_a_small_budget_and_answers_two_questions(real_model, real_tok):
+    model, tok = real_model, real_tok
     cache = CompressedKVCache.for_model(model, "snapkv", budget=512, room=256)
     full = 2 * 30 * 3 * 64 * 4 * 6000
     chat = Chat(model, tok, cache, max_new_tokens=24)

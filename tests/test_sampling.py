@@ -65,3 +65,11 @@ def test_nan_logits_raise():
 def test_meaningless_settings_are_refused(values, word):
     with pytest.raises(ValueError, match=word):
         check_sampling(*values)
+
+
+def test_extreme_settings_leave_the_likeliest_token():
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    assert draws(logits, temperature=1.0, top_p=1e-46).unique().tolist() == [1]
+    assert len(draws(torch.zeros(1, 5), temperature=1.0, top_k=2).unique()) == 2
+    with pytest.raises(ValueError, match="infinite"):
+        sample(torch.tensor([[0.0, torch.inf]]), 1.0)

@@ -41,7 +41,7 @@ class CriticalKV(Refiner):
         return True
 
     def refine(self, scores: Tensor, budgets: Tensor, seen: Seen) -> Tensor:
-        # A window that the scorer itself keeps has the largest number there is.
+        # What a scorer keeps by itself, as ExpectedAttention its sinks, comes as the largest number there is.
         guarded = scores >= torch.finfo(scores.dtype).max
         n_guarded = guarded.sum(-1)  # [B, H]
         first = n_guarded + ((budgets - n_guarded).clamp(min=0) * self.alpha).long()

@@ -30,7 +30,7 @@ class ExpectedAttention(Scorer):
     covariance: bool = True
     value_norm: bool = True
     epsilon: float = 0.0
-    window: int = 128
+    window: int = 32
     sinks: int = 4
 
     def __post_init__(self):

@@ -26,7 +26,7 @@ from minikv.axes import HeadSplit, Scorer
 from minikv.seen import Seen
 
 QUERY_BLOCK = 256  # queries profiled at a time: memory grows with the prompt and not with its square
-ALL = 1 << 40
+ALL = 1 << 40  # a number of queries beyond every position
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class FastGen(Scorer, HeadSplit):
                 raise ValueError(f"fastgen: {name} is a share from 0 to 1, not {getattr(self, name)}")
         if self.first < 0:
             raise ValueError(f"fastgen keeps 0 or more first tokens, not {self.first}")
+        for name in ("special", "punctuation"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ValueError(f"fastgen: {name} takes ids as in (1, 2) or (1,), not {getattr(self, name)}")
 
     @property
     def watches(self) -> bool:

@@ -13,7 +13,6 @@ scores are per query head and its code gives a KV head its group's mean; our fil
 
 import json
 from dataclasses import dataclass
-from functools import singledispatchmethod
 from math import isfinite
 from pathlib import Path
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from minikv.axes import HeadSplit, LayerSplit
-from minikv.strategies.pyramidkv import whole
 
 Table = tuple[tuple[float, ...], ...]  # a score per KV head, in each layer
 
@@ -50,7 +48,6 @@ class HeadKV(HeadSplit, LayerSplit):
         mean = sum(map(sum, self.table)) / sum(map(len, self.table))
         return [[1 - 1 / self.beta + score / (mean * self.beta) for score in row] for row in self.table]
 
-    @singledispatchmethod
     def split(self, scores: Tensor, budget: int, layer: int) -> Tensor:
         """A layer's budget over its heads."""
         batch, heads, _ = scores.shape
@@ -59,8 +56,7 @@ class HeadKV(HeadSplit, LayerSplit):
         shares = in_proportion(heads * (budget - guarded), self.weights()[layer])
         return torch.tensor(shares, device=scores.device).add(guarded).expand(batch, heads)
 
-    @split.register
-    def _(self, budget: int, n_layers: int) -> list[int]:
+    def split_layers(self, budget: int, n_layers: int) -> list[int]:
         """The model's budget over its layers."""
         if len(self.table) != n_layers:
             raise ValueError(f"{self.scores} scores {len(self.table)} layers, the model has {n_layers}")
@@ -72,6 +68,15 @@ class HeadKV(HeadSplit, LayerSplit):
 def in_proportion(total: int, weights: list[float]) -> list[int]:
     """Whole numbers in proportion to the weights that sum to exactly `total`."""
     return whole([total * weight / sum(weights) for weight in weights], total)
+
+
+def whole(shares: list[float], total: int) -> list[int]:
+    """Shares rounded down, then the largest remainders up, the earlier first, until they sum to `total`."""
+    floors = [int(share) for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: floors[i] - shares[i])
+    for i in order[: total - sum(floors)]:
+        floors[i] += 1
+    return floors
 
 
 def read_scores(path: str) -> Table:

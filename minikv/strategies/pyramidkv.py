@@ -7,11 +7,12 @@ With N = budget - guarded, the tokens a layer is free to choose, shares fall alo
 and each layer holds guarded + its share. The mean share is N: beta = 1 is a level line, a large beta almost
 a triangle.
 
-Deviations. The authors' code floors the line's step but not its start, so it keeps more than it says (11 %
-more at a budget of 128 with 32 layers and a window of 32); here the sum is exact, and `legacy_floor` is their
-arithmetic. It also flattens the line for prompts shorter than the first layer's share; here layers are sized
-before any prompt is known. `guarded` is the paper's window of tokens that each layer keeps anyway, with our
-sinks added: at least the policy's sinks + recent, or the last layer cannot hold them.
+Deviations. The authors' code rounds the line's step down and starts at its top, so it keeps more than it
+says (11 % more at a budget of 128 with 32 layers and a window of 32); here the sum is exact, and
+`legacy_floor` is their arithmetic. It also flattens the line for prompts shorter than the first layer's
+share; here layers are sized before any prompt is known. `guarded` is the paper's window of tokens that each
+layer keeps anyway, with our sinks added: at least the policy's sinks + recent, or the last layer cannot hold
+them.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class PyramidKV(LayerSplit):
         if self.guarded < 0:
             raise ValueError(f"pyramidkv needs guarded of 0 or more, not {self.guarded}")
 
-    def split(self, budget: int, n_layers: int) -> list[int]:
+    def split_layers(self, budget: int, n_layers: int) -> list[int]:
         """Sums to exactly `budget * n_layers`, or to more with `legacy_floor`; never rises with depth.
 
         A budget that does not exceed `guarded` is the same for all layers.
@@ -41,19 +42,12 @@ class PyramidKV(LayerSplit):
         free = budget - self.guarded
         if free <= 0 or n_layers == 1:
             return [budget] * n_layers
-        least = free // self.beta if self.legacy_floor else free / self.beta
-        most = 2 * free - least
+        steps = n_layers - 1
         if self.legacy_floor:
-            step = (most - least) // (n_layers - 1)
-            return [int(self.guarded + most - layer * step) for layer in range(n_layers)]
-        shares = [most - layer * (most - least) / (n_layers - 1) for layer in range(n_layers)]
-        return [self.guarded + share for share in whole(shares, free * n_layers)]
-
-
-def whole(shares: list[float], total: int) -> list[int]:
-    """Shares rounded down, then the largest remainders up, the earlier first, until they sum to `total`."""
-    floors = [int(share) for share in shares]
-    order = sorted(range(len(shares)), key=lambda i: floors[i] - shares[i])
-    for i in order[: total - sum(floors)]:
-        floors[i] += 1
-    return floors
+            most = 2 * free - int(free // self.beta)
+            step = 2 * (most - free) // steps
+            return [self.guarded + most - layer * step for layer in range(n_layers)]
+        # Layers equally far from the middle differ from the mean by the same, up and down, so that rounding
+        # leaves the sum as it is.
+        slope = (free - free / self.beta) / steps
+        return [budget + round(slope * (steps - 2 * layer)) for layer in range(n_layers)]

@@ -42,7 +42,7 @@ class Scissorhands(Scorer):
 
     def absorb(self, seen: Seen) -> dict[str, Tensor]:
         mean = seen.received() / n_seeing(seen).clamp(min=1)
-        share = 1 / seen.valid.sum(-1, keepdim=True).clamp(min=1)
+        share = 1 / (seen.pos >= 0).sum(-1, keepdim=True).clamp(min=1)
         byte, voted = self.vote(seen.state, mean >= share)
         return {"votes": seen.state["votes"].scatter(-1, byte, voted), "cast": seen.state["cast"] + 1}
 
