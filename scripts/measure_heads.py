@@ -82,7 +82,7 @@ def measure(model: Transformer, ids: list[int], n_queries: int, sinks: int, rece
     return watch.scores
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     summary, details = __doc__.split("\n", 1)
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -105,7 +105,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args = parse_args(argv)
     try:
         if args.tokens < 1 or args.queries < 1:
             raise ValueError(f"--tokens {args.tokens} and --queries {args.queries} must be at least 1")

@@ -2,12 +2,14 @@
 
 import re
 import shlex
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
 
+from minikv.policy import STRATEGIES
 from models import MODELS
-from scripts import chat, download
+from scripts import bench_prefill, chat, download, inspect_cache, measure_heads
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,7 +29,14 @@ def commands() -> list[list[str]]:
 )
 def test_every_command_is_understood(command):
     _, script, *flags = command
-    {"scripts/chat.py": chat.parse_args, "scripts/download.py": download.parse}[script](flags)
+    parsers = {
+        "scripts/chat.py": chat.parse_args,
+        "scripts/download.py": download.parse,
+        "scripts/inspect_cache.py": inspect_cache.parse_args,
+        "scripts/measure_heads.py": measure_heads.parse_args,
+        "scripts/bench_prefill.py": bench_prefill.parse_args,
+    }
+    parsers[script](flags)
 
 
 def test_requirement_files_and_test_command_are_those_of_ci():
@@ -42,11 +51,24 @@ def test_every_preset_is_listed_and_nothing_else():
 
 
 @pytest.mark.slow
-def test_the_python_example_runs(capsys, smollm2_dir):
-    (example,) = blocks("python")
-    exec(compile(example, "README.md", "exec"), {})
-    out = capsys.readouterr().out
-    assert "Paris" in out
+def test_the_python_examples_run(capsys, smollm2_dir):
+    first, strategy = blocks("python")
+    exec(compile(first, "README.md", "exec"), {})
+    assert "Paris" in capsys.readouterr().out
+    exec(compile(strategy, "README.md", "exec"), {"__name__": "readme"})
+    positions = literal_eval(capsys.readouterr().out.splitlines()[-1])
+    old = [p for p in positions if 4 <= p < positions[-1] - 15]
+    assert positions[:4] == [0, 1, 2, 3] and all(p % 2 for p in old)
+
+
+def test_every_method_has_a_row_and_every_row_a_method():
+    table = README[README.index("## Methods") : README.index("Names combine")]
+    names = {
+        name
+        for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+        for name in re.findall(r"`(\w+)", row)
+    }
+    assert names == set(STRATEGIES)
 
 
 def test_files_named_in_the_tree_exist():
