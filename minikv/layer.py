@@ -191,9 +191,10 @@ class Layer(nn.Module):
         new_q `[B, G*H, T, D]` and new_pos `[B, T]`: the queries of the chunk that has just attended, if one has.
         """
         found = joined(parts)
-        if rows.gaps or self.drops_each_step:
+        solid = not rows.gaps and (rows.empty or not self.drops_each_step)
+        if not solid:
             found = found.in_order()
-        seen = self.seen([found], last, rows, new_q, new_pos)
+        seen = replace(self.seen([found], last, rows, new_q, new_pos), solid=solid)
         if new_q is not None and self.statistics:
             found = replace(found, state=self.policy.score.absorb(seen))
             seen = replace(seen, state=found.state)

@@ -26,6 +26,7 @@ class Seen:
     last: Tensor  # [B] position of the newest token of each row
     sliding: int | None = None  # the layer's own sliding window
     ahead: int = 1  # the next query to attend stands at last + ahead
+    solid: bool = False  # no candidate is empty, and they are in order
     wo: Tensor | None = None  # [C, H, G, D] output projection of each query head
     state: Mapping[str, Tensor] = field(default_factory=dict)  # the scorer's statistics, [B, H, n, ...]
     new_q: Tensor | None = None  # [B, H, G, T, D] all queries of the chunk that has just attended, if one has
@@ -75,4 +76,4 @@ class Seen:
         """
         if self.new_q is None:
             return torch.zeros_like(self.pos, dtype=torch.float32)
-        return received(self.new_q, self.new_pos, self.k, self.pos, self.sliding)
+        return received(self.new_q, self.new_pos, self.k, self.pos, self.sliding, self.solid)

@@ -10,10 +10,8 @@ crosses its border. `merge_order` checks this for every token and refuses a file
 from typing import Any
 
 from models.codec import BytePairEncoder, Codec, merge
-
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Each digit on its own before the GPT-2 pattern: to the rest of the text a digit is then an end.
-DIGITS_THEN_GPT2 = r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+from models.fields import Fields
+from models.patterns import DIGITS_THEN_GPT2, GPT2
 
 
 def read_tokenizer_json(document: dict[str, Any], path: str) -> Codec:
@@ -22,12 +20,13 @@ def read_tokenizer_json(document: dict[str, Any], path: str) -> Codec:
     Bytes that the vocabulary lacks are dropped, also where the file names an `unk_token`: that is a
     control token, and text never becomes one.
     """
-    model = document["model"]
     check_is_byte_level(document, path)
-    added = {token["id"]: token for token in document.get("added_tokens") or []}
-    vocab = {id: text_bytes(token) for token, id in model["vocab"].items()}
+    fields = Fields(document, f"{path}: ")
+    model = fields.table("model")
+    added = {token.integer("id", 0): token for token in fields.tables("added_tokens", [])}
+    vocab = {id: text_bytes(token) for token, id in model.table("vocab").raw.items()}
     pieces = vocab | {
-        id: b"" if token["special"] else token["content"].encode() for id, token in added.items()
+        id: b"" if token.flag("special") else token.text("content").encode() for id, token in added.items()
     }
     words = {data: id for id, data in vocab.items() if id not in added}
     tokens = merge_order(model, words, path)
@@ -37,7 +36,7 @@ def read_tokenizer_json(document: dict[str, Any], path: str) -> Codec:
         [words[token] for token in tokens],
         normalizer(document.get("normalizer"), path),
     )
-    names = {token["content"]: id for id, token in added.items()}
+    names = {token.text("content"): id for id, token in added.items()}
     return Codec("byte-level BPE", encode, pieces, names)
 
 
@@ -61,7 +60,7 @@ def text_bytes(token: str) -> bytes:
         return token.encode()
 
 
-def merge_order(model: dict[str, Any], words: dict[bytes, int], path: str) -> list[bytes]:
+def merge_order(model: Fields, words: dict[bytes, int], path: str) -> list[bytes]:
     """The tokens in tiktoken's order: single bytes, then what the merges make, in the list's order.
 
     With `ignore_merges`, tokens that no merge makes follow: they are found as whole words only.
@@ -71,14 +70,13 @@ def merge_order(model: dict[str, Any], words: dict[bytes, int], path: str) -> li
     pairs: dict[tuple[bytes, bytes], int] = {}
     singles = [token for token in words if len(token) == 1]
     ranks = {token: rank for rank, token in enumerate(singles)}
-    for index, entry in enumerate(model.get("merges", [])):
-        # Written "a b" or, in newer files, ["a", "b"].
-        left, right = map(text_bytes, entry.split(" ") if isinstance(entry, str) else entry)
+    for index, entry in enumerate(model.listed("merges", object)):
+        left, right = map(text_bytes, pair(entry, f"{path}: merge {index}"))
         if not (left in words and right in words and left + right in words):
             raise ValueError(f"{path}: merge {index} ({entry}) is not in the vocabulary")
         pairs[left, right] = index
         ranks.setdefault(left + right, len(ranks))
-    whole_words = bool(model.get("ignore_merges"))
+    whole_words = model.flag("ignore_merges", False)
     if whole_words:
         unmade = [token for token in words if token not in ranks]
         ranks |= {token: len(ranks) + i for i, token in enumerate(unmade)}
@@ -98,6 +96,14 @@ def merge_order(model: dict[str, Any], words: dict[bytes, int], path: str) -> li
         if whole_words or len(parts) <= 2:
             found.append(token)
     return found
+
+
+def pair(entry: object, where: str) -> list[str]:
+    """The two tokens of a merge, written "a b" or, in newer files, ["a", "b"]."""
+    match entry.split(" ") if isinstance(entry, str) else entry:
+        case [str(left), str(right)]:
+            return [left, right]
+    raise ValueError(f"{where} ({entry!r}) is not a pair of tokens")
 
 
 def check_is_byte_level(document: dict[str, Any], path: str) -> None:
@@ -129,7 +135,7 @@ def pattern(step: dict[str, Any] | None, path: str) -> str:
     steps = [] if step is None else step.get("pretokenizers", [step])
     match [reduced(each) for each in steps]:
         case ["ByteLevel with regex"]:
-            return GPT2_PATTERN
+            return GPT2
         case ["Digits" | {"Regex": r"\p{N}"}, "ByteLevel with regex"]:
             return DIGITS_THEN_GPT2
         case [{"Regex": str(split)}, "ByteLevel"]:

@@ -3,10 +3,11 @@
 import re
 from collections.abc import Set
 from dataclasses import replace
-from typing import Any
 
 from models.chat_format import FORMATS, ChatFormat
 from models.codec import Codec
+from models.config_json import rope_table
+from models.fields import Fields
 
 MISTRAL_V1_IDS = 32_000
 
@@ -14,9 +15,11 @@ MISTRAL_V1_IDS = 32_000
 DEFAULT_SYSTEM = re.compile(
     r"""(['"])<\|im_start\|>system(?:\\n|\n)((?:\\.|(?!\1)[^\\])*?)<\|im_end\|>""", re.DOTALL
 )
+# One that opens an answer and its reasoning at once: QwQ, Qwen3-*-Thinking-2507.
+OPEN_THINK = re.compile(r"""<\|im_start\|>assistant(?:\\n|\n)<think>(?:\\n|\n)['"]""")
 
 
-def format_of_template(template: str, config: dict[str, Any], codec: Codec) -> ChatFormat | None:
+def format_of_template(template: str, config: Fields, codec: Codec) -> ChatFormat | None:
     """The format that writes what a Jinja chat template writes, by marks in its text; None if unknown."""
     if "<|start_header_id|>" in template:
         return llama3(config, dated="Cutting Knowledge Date" in template)
@@ -33,7 +36,7 @@ def format_of_template(template: str, config: dict[str, Any], codec: Codec) -> C
     return None
 
 
-def llama3(config: dict[str, Any], dated: bool) -> ChatFormat:
+def llama3(config: Fields, dated: bool) -> ChatFormat:
     """Without dates the generations differ by <|eom_id|>, at which only 3.1 and later may stop."""
     if dated:
         return FORMATS["llama3.1"]
@@ -42,14 +45,18 @@ def llama3(config: dict[str, Any], dated: bool) -> ChatFormat:
     return FORMATS["llama3"]
 
 
-def has_llama3_scaling(config: dict[str, Any]) -> bool:
+def has_llama3_scaling(config: Fields) -> bool:
     """True from Llama 3.1 on."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = rope_table(config).raw
     return "llama3" in (scaling.get("rope_type"), scaling.get("type"))
 
 
 def chatml(template: str) -> ChatFormat:
-    plain = FORMATS["qwen3" if "<think>" in template else "chatml"]
+    plain = FORMATS["chatml"]
+    if "<think>" in template:
+        _, found, opening = template.rpartition("add_generation_prompt")
+        opens = bool(found and OPEN_THINK.search(opening))
+        plain = replace(FORMATS["qwen3"], opens_thinking=opens)
     literal = DEFAULT_SYSTEM.search(template)
     if literal is None:
         return plain
@@ -67,7 +74,7 @@ def mistral(codec: Codec, has_system_block: bool) -> ChatFormat:
     return FORMATS[version if codec.kind == "sentencepiece" else f"{version}-tekken"]
 
 
-def format_of_files(config: dict[str, Any], codec: Codec, eos: Set[int]) -> ChatFormat | None:
+def format_of_files(config: Fields, codec: Codec, eos: Set[int]) -> ChatFormat | None:
     """The format of a folder without a template, by its control tokens; None where nothing tells.
 
     Base checkpoints may have the control tokens of a chat format too, but their configs name another
@@ -80,8 +87,8 @@ def format_of_files(config: dict[str, Any], codec: Codec, eos: Set[int]) -> Chat
     return chosen
 
 
-def format_of_tokens(config: dict[str, Any], codec: Codec) -> ChatFormat | None:
-    model_type, names = config.get("model_type", ""), codec.names
+def format_of_tokens(config: Fields, codec: Codec) -> ChatFormat | None:
+    model_type, names = config.text("model_type", ""), codec.names
     if "<｜User｜>" in names:
         return FORMATS["r1"]
     if "<|start_header_id|>" in names:

@@ -79,10 +79,12 @@ class ChatML(ChatFormat):
 class Qwen3(ChatML):
     """ChatML whose answers may begin with reasoning, which is kept after the last question only.
 
-    Without `thinking`, an answer is made to begin with an empty think block.
+    Without `thinking`, an answer is made to begin with an empty think block. `opens_thinking`: answers
+    begin inside one, as for QwQ and the Thinking-2507 models, which cannot do without.
     """
 
     thinking: bool = True
+    opens_thinking: bool = False
 
     def content(self, messages: Sequence[Message], index: int) -> list[Piece]:
         message = messages[index]
@@ -96,6 +98,8 @@ class Qwen3(ChatML):
         return [f"assistant\n{text}"]
 
     def opening(self) -> list[Piece]:
+        if self.opens_thinking:
+            return [*super().opening(), THINK, "\n"]
         if self.thinking:
             return super().opening()
         return [*super().opening(), THINK, "\n\n", END_THINK, "\n\n"]

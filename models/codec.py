@@ -1,13 +1,17 @@
 """What every kind of tokenizer file boils down to, and byte-level BPE as tiktoken runs it."""
 
 import re
+import reprlib
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import regex
-import tiktoken
+try:
+    import regex
+    import tiktoken
+except ImportError:  # sentencepiece models do without
+    regex = tiktoken = None
 
 # Spellings of the token that opens a text. Qwen and SmolLM2 have none: the `bos_token_id` in their
 # configs (<|endoftext|>, <|im_start|>) is never put before a text.
@@ -36,6 +40,13 @@ class Codec:
     dummy_prefix: frozenset[int] = field(default=frozenset(), repr=False)
     version: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            raise ValueError("the vocabulary is empty")
+        wrong = [id for id in (*self.pieces, *self.names.values()) if not isinstance(id, int) or id < 0]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} stands where a token id is needed")
+
     @cached_property
     def n_ids(self) -> int:
         return max(self.pieces) + 1
@@ -53,19 +64,28 @@ class BytePairEncoder:
     """
 
     def __init__(self, pattern: str, tokens: Sequence[bytes], ids: Sequence[int], nfc: bool = False) -> None:
+        if tiktoken is None:
+            raise ValueError(
+                "byte-level BPE needs the packages tiktoken and regex: pip install tiktoken regex"
+            )
         self.ranks = {token: rank for rank, token in enumerate(tokens)}
+        if len(self.ranks) < len(tokens):
+            raise ValueError(f"{len(tokens) - len(self.ranks)} tokens of the vocabulary occur twice")
         self.ids = ids
         self.nfc = nfc
         self.missing = bytes(b for b in range(256) if bytes([b]) not in self.ranks)
-        self.split = regex.compile(pattern)
-        self.text = self._encoding(pattern)
+        try:
+            self.split = regex.compile(pattern)
+            self.text = self._encoding(pattern)
+        except (regex.error, ValueError) as error:
+            raise ValueError(f"{reprlib.repr(pattern)} is no pattern to split text by: {error}") from error
 
     @cached_property
-    def word(self) -> tiktoken.Encoding:
+    def word(self) -> "tiktoken.Encoding":
         """tiktoken for a single word; seldom needed."""
         return self._encoding(r"[\s\S]+")
 
-    def _encoding(self, pattern: str) -> tiktoken.Encoding:
+    def _encoding(self, pattern: str) -> "tiktoken.Encoding":
         # tiktoken panics without all 256 bytes; these ranks never reach the output.
         spare = {bytes([b]): len(self.ranks) + i for i, b in enumerate(self.missing)}
         ranks = self.ranks | spare

@@ -2,6 +2,17 @@
 
 from dataclasses import dataclass
 
+SIZES = (
+    "n_layers",
+    "hidden_size",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "ffn_size",
+    "vocab_size",
+    "max_position",
+)
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -48,6 +59,9 @@ class Config:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"{self.n_heads} query heads cannot be shared evenly by {self.n_kv_heads} KV heads"

@@ -1,10 +1,10 @@
 """`config.json` to `Config`: what all families share. Keys that change the maths are honoured or refused by name."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from models.config import Config, RopeScaling
+from models.fields import Fields
 
 # config.json keys that change the maths of architectures we do not implement. A checkpoint that sets
 # one of them to anything but its neutral value would load and talk nonsense.
@@ -24,62 +24,53 @@ UNSUPPORTED = {
 }
 
 
-@dataclass(frozen=True)
-class Fields:
-    """A parsed `config.json`, read key by key with errors that name the key."""
+def refuse_unsupported(fields: Fields) -> None:
+    for key, neutral in UNSUPPORTED.items():
+        if fields.raw.get(key) not in (None, neutral, [], {}):
+            raise fields.wrong(key, f"{neutral}, because minikv does not implement it")
+    if fields.text("hidden_act", "silu") not in ("silu", "swish"):
+        raise fields.wrong("hidden_act", "silu, because minikv implements no other")
 
-    raw: dict[str, Any]
 
-    @property
-    def rope(self) -> dict[str, Any]:
-        # transformers 5 writes one `rope_parameters` table, earlier versions `rope_scaling` beside `rope_theta`.
-        return self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-
-    def need(self, key: str) -> Any:
-        value = self.raw.get(key)
-        if value is None:
-            raise ValueError(f"config.json has no {key!r}, which this model family needs")
-        return value
-
-    def get(self, key: str, default: Any) -> Any:
-        value = self.raw.get(key)
-        return default if value is None else value
-
-    def refuse_unsupported(self) -> None:
-        for key, neutral in UNSUPPORTED.items():
-            value = self.raw.get(key)
-            if value not in (None, neutral, [], {}):
-                raise ValueError(f"config.json sets {key}={value!r}, which minikv does not implement")
-        activation = self.raw.get("hidden_act", "silu")
-        if activation not in ("silu", "swish"):
-            raise ValueError(f"config.json sets hidden_act={activation!r}; only 'silu' is implemented")
+def rope_table(fields: Fields) -> Fields:
+    """Where a `config.json` tells about its rotary positions; may be empty."""
+    # transformers 5 writes one `rope_parameters` table, earlier versions `rope_scaling` beside `rope_theta`.
+    table = fields.table("rope_parameters")
+    return table if table.raw else fields.table("rope_scaling")
 
 
 def base_config(fields: Fields, family: str, **switches: Any) -> Config:
     """Everything the families share, from `config.json`; `switches` are what differs between them."""
-    fields.refuse_unsupported()
-    hidden, n_heads = fields.need("hidden_size"), fields.need("num_attention_heads")
-    head_dim = fields.get("head_dim", hidden // n_heads)
-    scaling, max_position = rope_scaling(fields, fields.need("max_position_embeddings"))
-    partial = fields.rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    eos = fields.get("eos_token_id", [])
+    refuse_unsupported(fields)
+    hidden, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", default=hidden // n_heads)
+    rope = rope_table(fields)
+    scaling, max_position = rope_scaling(fields, fields.integer("max_position_embeddings"))
+    partial = either(rope, fields, "partial_rotary_factor").number(
+        "partial_rotary_factor", most=1.0, default=1.0
+    )
     return Config(
         family=family,
-        n_layers=fields.need("num_hidden_layers"),
+        n_layers=fields.integer("num_hidden_layers"),
         hidden_size=hidden,
         n_heads=n_heads,
-        n_kv_heads=fields.get("num_key_value_heads", n_heads),
+        n_kv_heads=fields.integer("num_key_value_heads", default=n_heads),
         head_dim=head_dim,
-        ffn_size=fields.need("intermediate_size"),
-        vocab_size=fields.need("vocab_size"),
+        ffn_size=fields.integer("intermediate_size"),
+        vocab_size=fields.integer("vocab_size"),
         max_position=max_position,
-        rope_theta=float(fields.rope.get("rope_theta", fields.get("rope_theta", 10000.0))),
+        rope_theta=either(rope, fields, "rope_theta").number("rope_theta", above=1.0, default=10000.0),
         rope_scaling=scaling,
-        rotary_dim=int(head_dim * partial),
-        norm_eps=fields.need("rms_norm_eps"),
-        eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+        rotary_dim=max(1, int(head_dim * partial)),  # 0 would mean all; 1 is refused
+        norm_eps=fields.number("rms_norm_eps"),
+        eos_ids=tuple(fields.ids("eos_token_id")),
         **switches,
     )
+
+
+def either(table: Fields, beside: Fields, key: str) -> Fields:
+    """The one of two that has a key."""
+    return table if table.has(key) else beside
 
 
 def rope_scaling(fields: Fields, max_position: int) -> tuple[RopeScaling | None, int]:
@@ -88,8 +79,8 @@ def rope_scaling(fields: Fields, max_position: int) -> tuple[RopeScaling | None,
     `linear`, `dynamic` and `yarn` stretch the trained length by their factor, so the limit grows with
     it; for `llama3` `max_position_embeddings` already is the stretched length.
     """
-    table = fields.rope
-    kind = table.get("rope_type", table.get("type", "default"))
+    rope = rope_table(fields)
+    kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return None, max_position
     if kind not in ("linear", "dynamic", "llama3", "yarn"):
@@ -97,39 +88,33 @@ def rope_scaling(fields: Fields, max_position: int) -> tuple[RopeScaling | None,
             f"rope scaling {kind!r} is not implemented; known are linear, dynamic, llama3 and yarn"
         )
     # The original length may stand in the table or, rarely, beside it.
-    original = table.get("original_max_position_embeddings") or fields.get(
-        "original_max_position_embeddings", max_position
-    )
-    factor = table.get("factor")
-    if factor is None and kind == "yarn":
-        factor = max_position / original
-    if factor is None:
-        raise ValueError(f"rope scaling {kind!r} needs a 'factor' in config.json")
+    key = "original_max_position_embeddings"
+    original = either(rope, fields, key).integer(key, default=max_position)
+    factor = rope.number("factor", default=max_position / original if kind == "yarn" else None)
     if kind == "llama3":
-        scaling = RopeScaling(kind, factor, original, table["low_freq_factor"], table["high_freq_factor"])
-        return scaling, max_position
+        low = rope.number("low_freq_factor")
+        high = rope.number("high_freq_factor", above=low)
+        return RopeScaling(kind, factor, original, low, high), max_position
     if kind == "yarn":
         scaling = RopeScaling(
             kind,
             factor,
             original,
-            beta_fast=table.get("beta_fast") or 32.0,
-            beta_slow=table.get("beta_slow") or 1.0,
-            truncate=table.get("truncate", True),
-            attention_factor=yarn_attention_factor(table, factor),
+            beta_fast=rope.number("beta_fast", default=32.0),
+            beta_slow=rope.number("beta_slow", default=1.0),
+            truncate=rope.flag("truncate", True),
+            attention_factor=yarn_attention_factor(rope, factor),
         )
         return scaling, max(max_position, int(original * factor))
     return RopeScaling(kind, factor, max_position), int(max_position * factor)
 
 
-def yarn_attention_factor(table: dict[str, Any], factor: float) -> float:
+def yarn_attention_factor(rope: Fields, factor: float) -> float:
     """What YaRN multiplies cos and sin by (so logits by its square). arXiv:2309.00071, eq. 22."""
-    given = table.get("attention_factor")
-    if given is not None:
-        return given
-    mscale, mscale_all = table.get("mscale"), table.get("mscale_all_dim")
-    if mscale and mscale_all:
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all)
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor")
+    if rope.raw.get("mscale") and rope.raw.get("mscale_all_dim"):  # 0 is as good as absent
+        return yarn_mscale(factor, rope.number("mscale")) / yarn_mscale(factor, rope.number("mscale_all_dim"))
     return yarn_mscale(factor, 1.0)
 
 
@@ -139,15 +124,15 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 def windows(fields: Fields, n_layers: int, windowed: list[bool]) -> tuple[int | None, ...]:
     """One sliding window per layer: `layer_types` of newer checkpoints, else the family's rule `windowed`."""
-    size = fields.raw.get("sliding_window")
-    kinds = fields.raw.get("layer_types")
-    if kinds is not None:
+    if fields.has("layer_types"):
+        kinds = fields.listed("layer_types", str)
         if len(kinds) != n_layers or set(kinds) - {"full_attention", "sliding_attention"}:
             raise ValueError(
-                f"config.json lists {len(kinds)} layer_types of kinds {sorted(set(kinds))} for {n_layers} "
+                f"layer_types lists {len(kinds)} layers of kinds {sorted(set(kinds))} for {n_layers} "
                 "layers; known kinds are full_attention and sliding_attention"
             )
         windowed = [kind == "sliding_attention" for kind in kinds]
-    if size is None or not any(windowed):
+    if not (fields.has("sliding_window") and any(windowed)):
         return ()
+    size = fields.integer("sliding_window")
     return tuple(size if on else None for on in windowed)

@@ -9,7 +9,30 @@ from typing import Any
 
 import numpy as np
 
+from models.fields import Fields
+
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral files say llama
+# The keys of an architecture that are read below, and those that change nothing.
+READ = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+)
 INERT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 # Keys whose neutral value changes nothing; any other value is refused.
 NEUTRAL = {
@@ -29,56 +52,48 @@ LLAMA3_ROPE = {
 
 
 def config_json(
-    meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray | None
+    meta: Fields, shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray | None
 ) -> dict[str, Any]:
     """The `config.json` a GGUF file stands for.
 
     `shapes`: tensor name -> shape, rows first. `rope_factors`: the tensor `rope_freqs.weight`, which
     divides the rotary frequencies one by one, or None.
     """
-    arch = meta.get("general.architecture")
+    arch = meta.text("general.architecture")
     if arch not in ARCHITECTURES:
         raise ValueError(
             f"general.architecture is {arch!r}; known are {', '.join(ARCHITECTURES)} (Mistral is llama)"
         )
-    keys = {key.removeprefix(f"{arch}."): value for key, value in meta.items() if key.startswith(f"{arch}.")}
-    heads, width = take(keys, "attention.head_count"), take(keys, "embedding_length")
-    head_dim = keys.pop("attention.key_length", width // heads)
+    prefix = f"{arch}."
+    own = {key.removeprefix(prefix): value for key, value in meta.raw.items() if key.startswith(prefix)}
+    keys = Fields(own, prefix)
+    refuse_unknown(keys)
+    heads, width = keys.integer("attention.head_count"), keys.integer("embedding_length")
+    head_dim = keys.integer("attention.key_length", default=width // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if keys.integer(key, default=head_dim) != head_dim:
+            raise keys.wrong(key, f"the head size, {head_dim}")
     config = {
         "hidden_size": width,
-        "intermediate_size": take(keys, "feed_forward_length"),
-        "num_hidden_layers": take(keys, "block_count"),
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.pop("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.integer("attention.head_count_kv", default=heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": take(keys, "context_length"),
-        "rms_norm_eps": decimal(take(keys, "attention.layer_norm_rms_epsilon")),
-        "rope_theta": decimal(keys.pop("rope.freq_base", 10000.0)),
+        "max_position_embeddings": keys.integer("context_length"),
+        "rms_norm_eps": decimal(keys.number("attention.layer_norm_rms_epsilon")),
+        "rope_theta": decimal(keys.number("rope.freq_base", default=10000.0)),
         "vocab_size": shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in shapes,
         **special_ids(meta),
     }
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if keys.pop(key, head_dim) != head_dim:
-            raise ValueError(f"{arch}.{key} differs from the head size {head_dim}, which is not supported")
-    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        if not isinstance(config[key], int):
-            raise ValueError(f"{key} differs between layers, which is not supported")
     config["rope_scaling"] = rope_scaling(keys, config, rope_factors)
-    config |= family(arch, keys, meta, shapes)
-    refuse_unknown(arch, keys)
-    return config
+    return config | family(arch, keys, meta, shapes)
 
 
 def generation_json(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in config if key.endswith("_token_id")}
-
-
-def take(keys: dict[str, Any], key: str) -> Any:
-    if key not in keys:
-        raise ValueError(f"the file has no {key}")
-    return keys.pop(key)
 
 
 def decimal(value: float) -> float:
@@ -86,30 +101,27 @@ def decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def special_ids(meta: Mapping[str, Any]) -> dict[str, Any]:
+def special_ids(meta: Fields) -> dict[str, Any]:
     """bos, pad and every id that ends a generation (end of text, of turn, of message)."""
-    names = ("eos", "eot", "eom")
-    ends = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-    ids = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
-    for name, key in (("bos", "bos"), ("pad", "padding")):
-        if (value := meta.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            ids[f"{name}_token_id"] = value
+    ends = [meta.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(sum(ends, [])))}
+    for name, key in (("bos", "tokenizer.ggml.bos_token_id"), ("pad", "tokenizer.ggml.padding_token_id")):
+        if meta.has(key):
+            ids[f"{name}_token_id"] = meta.integer(key, 0)
     return ids
 
 
-def family(
-    arch: str, keys: dict[str, Any], meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
+def family(arch: str, keys: Fields, meta: Fields, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """model_type and the keys only that family has."""
-    window = keys.pop("attention.sliding_window", None)
     if arch != "llama":
         # Qwen's configs carry a window that is switched off; llama.cpp does not window Qwen either.
         name = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[arch]
         return {"model_type": arch, "architectures": [name], "use_sliding_window": False}
-    template = meta.get("tokenizer.chat_template", "")
+    window = keys.integer("attention.sliding_window", 0, default=0) or None
+    template = meta.text("tokenizer.chat_template", "")
     # Llama 2 writes [INST] too, but only it marks a system prompt with <<SYS>>.
     marks = "[INST]" in template and "<<SYS>>" not in template
-    if window or marks or meta.get("tokenizer.ggml.pre") == "tekken":
+    if window or marks or meta.raw.get("tokenizer.ggml.pre") == "tekken":
         return {
             "model_type": "mistral",
             "architectures": ["MistralForCausalLM"],
@@ -123,28 +135,25 @@ def family(
     }
 
 
-def rope_scaling(
-    keys: dict[str, Any], config: dict[str, Any], factors: np.ndarray | None
-) -> dict[str, Any] | None:
-    kind = keys.pop("rope.scaling.type", "linear")  # llama.cpp's default
-    factor = keys.pop("rope.scaling.factor", keys.pop("rope.scale_linear", 1.0))  # new and old name
-    original = keys.pop("rope.scaling.original_context_length", None)
-    stretched = kind != "none" and factor not in (0.0, 1.0)
+def rope_scaling(keys: Fields, config: dict[str, Any], factors: np.ndarray | None) -> dict[str, Any] | None:
+    kind = keys.text("rope.scaling.type", "linear")  # llama.cpp's default
+    key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"  # the old name
+    stretched = kind != "none" and keys.raw.get(key) not in (None, 0.0, 1.0)
     if factors is not None:
         if stretched:
             raise ValueError(f"rope_freqs.weight together with rope.scaling.type {kind!r}")
         return llama3_scaling(config, factors)
     if not stretched:
         return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": decimal(factor)}
-    if kind != "yarn":
+    if kind not in ("linear", "yarn"):
         raise ValueError(f"rope.scaling.type {kind!r} is not supported; known are linear and yarn")
-    table = {"rope_type": "yarn", "factor": decimal(factor)}
-    table["original_max_position_embeddings"] = original or config["max_position_embeddings"]
-    for name in ("beta_fast", "beta_slow"):
-        if (value := keys.pop(f"rope.scaling.yarn_{name}", None)) is not None:
-            table[name] = decimal(value)
+    table = {"rope_type": kind, "factor": decimal(keys.number(key))}
+    if kind == "yarn":
+        original = keys.integer("rope.scaling.original_context_length", 0, default=0)
+        table["original_max_position_embeddings"] = original or config["max_position_embeddings"]
+        for name in ("beta_fast", "beta_slow"):
+            if keys.has(f"rope.scaling.yarn_{name}"):
+                table[name] = decimal(keys.number(f"rope.scaling.yarn_{name}"))
     return table
 
 
@@ -167,7 +176,7 @@ def llama3_scaling(config: dict[str, Any], factors: np.ndarray) -> dict[str, Any
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
 
 
-def refuse_unknown(arch: str, keys: Mapping[str, Any]) -> None:
-    for key, value in keys.items():
-        if key not in INERT and NEUTRAL.get(key, ...) != value:
-            raise ValueError(f"{arch}.{key} = {value} is a feature this import does not know")
+def refuse_unknown(keys: Fields) -> None:
+    for key, value in keys.raw.items():
+        if key not in READ + INERT and NEUTRAL.get(key, ...) != value:
+            raise ValueError(f"{keys.where}{key} = {value} is a feature this import does not know")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 
@@ -25,13 +24,18 @@ from models.checkpoint import (
     require_space,
     write_safetensors,
 )
+from models.fields import Fields
 from models.gguf_config import config_json, generation_json
 from models.gguf_tokenizer import tokenizer_files
 from models.weights import listing, places
 from models.zoo import config_from_json
 
-KIND = gguf.GGMLQuantizationType
-FLOATS = {KIND.F32: torch.float32, KIND.F16: torch.float16, KIND.BF16: torch.bfloat16}
+try:
+    import gguf
+except ImportError:  # only a GGUF file needs it
+    gguf = None
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SHARD_BYTES = 4_000_000_000
 PIECE_NUMBERS = 1 << 22  # dequantised at a time: 16 MiB as float32
 
@@ -59,7 +63,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 class Source:
     """Where the numbers of one checkpoint tensor come from."""
 
-    tensor: gguf.ReaderTensor
+    tensor: "gguf.ReaderTensor"
     shape: tuple[int, ...]
     heads: int  # heads whose rows are interleaved for rope; 0 where the row order is ours
 
@@ -91,7 +95,7 @@ def import_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype | No
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, gguf.ReaderTensor]]:
+def read_gguf(path: Path) -> tuple[Fields, dict[str, "gguf.ReaderTensor"]]:
     """The metadata of a GGUF file, and its tensors as views into the mapped file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -100,6 +104,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, gguf.ReaderTensor]]
     refuse_stand_in(path, start)
     if not start.startswith(b"GGUF"):
         raise ValueError(f"{path}: not a GGUF file (it does not start with GGUF); {AGAIN}")
+    if gguf is None:
+        raise ValueError(f"{path}: a GGUF file needs the package gguf: pip install gguf")
     try:
         reader = gguf.GGUFReader(path)
         meta = {name: field.contents() for name, field in reader.fields.items()}
@@ -108,16 +114,17 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, gguf.ReaderTensor]]
         raise ValueError(f"{path}: damaged, or cut at {size} bytes ({error}); {AGAIN}") from error
     if reader.byte_order != "I":
         raise ValueError(f"{path}: written for a machine of the other byte order")
-    return meta, {tensor.name: tensor for tensor in reader.tensors}
+    return Fields(meta), {tensor.name: tensor for tensor in reader.tensors}
 
 
 def describe(
-    meta: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTensor]
+    meta: Fields, tensors: Mapping[str, "gguf.ReaderTensor"]
 ) -> tuple[dict[str, Any], dict[str, Source]]:
     """The `config.json`, and checkpoint tensor -> source; refuses a file that is not exactly that model."""
-    if meta.get("split.count", 1) > 1:
+    parts = meta.integer("split.count", 0, default=1)
+    if parts > 1:
         raise ValueError(
-            f"part {meta['split.no'] + 1} of {meta['split.count']}; join the parts first "
+            f"part {meta.integer('split.no', 0) + 1} of {parts}; join the parts first "
             "(llama.cpp: llama-gguf-split --merge)"
         )
     # GGUF counts dimensions from the fastest one.
@@ -137,7 +144,7 @@ def describe(
     if wrong:
         raise ValueError(f"shapes that contradict the hyperparameters: {listing(wrong)}")
     # llama.cpp interleaves the rows of q and k for its llama architecture only.
-    interleaved = meta["general.architecture"] == "llama"
+    interleaved = meta.text("general.architecture") == "llama"
     sources = {
         ours: Source(tensors[name], place.shape, place.heads if interleaved else 0)
         for ours, (name, place) in zip(places(config), theirs.items(), strict=True)
@@ -145,9 +152,9 @@ def describe(
     return raw, sources
 
 
-def own_dtype(tensors: Mapping[str, gguf.ReaderTensor]) -> torch.dtype:
+def own_dtype(tensors: Mapping[str, "gguf.ReaderTensor"]) -> torch.dtype:
     """The one float type of the matrices (norms are always float32); bfloat16 if they are quantised."""
-    kinds = {tensor.tensor_type for tensor in tensors.values() if len(tensor.shape) > 1}
+    kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
     if not kinds <= FLOATS.keys():
         return torch.bfloat16
     return FLOATS[kinds.pop()] if len(kinds) == 1 else torch.float32

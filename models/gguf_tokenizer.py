@@ -6,24 +6,14 @@ models were released with.
 """
 
 import json
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import sentencepiece
-
-# Token types: the numbers of sentencepiece's ModelProto.SentencePiece.Type, which GGUF took over.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-WORDS = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
-LLAMA3 = rf"{WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}"
-QWEN2 = rf"{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-LEAD = r"[^\r\n\p{L}\p{N}]?"
-TEKKEN = rf"{LEAD}{UPPER}*{LOWER}+|{LEAD}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{TAIL}"
+from models.fields import Fields
+from models.patterns import LLAMA3, QWEN, TEKKEN
+from models.protobuf import field
+from models.spm import CONTROL, NORMAL, UNUSED, USER_DEFINED, processor
 
 
 @dataclass(frozen=True)
@@ -53,21 +43,21 @@ PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(digits=True),
     "llama-bpe": PreTokenizer(LLAMA3, whole_words=True, bos=True),
-    "qwen2": PreTokenizer(QWEN2, nfc=True),
-    "deepseek-r1-qwen": PreTokenizer(QWEN2, nfc=True),
+    "qwen2": PreTokenizer(QWEN, nfc=True),
+    "deepseek-r1-qwen": PreTokenizer(QWEN, nfc=True),
     "tekken": PreTokenizer(TEKKEN, whole_words=True, bos=True),
 }
 
 
-def tokenizer_files(meta: Mapping[str, Any]) -> dict[str, bytes]:
+def tokenizer_files(meta: Fields) -> dict[str, bytes]:
     """File name -> content, from the `tokenizer.*` fields of a GGUF file."""
-    kind = meta.get("tokenizer.ggml.model")
+    kind = meta.text("tokenizer.ggml.model")
     if kind == "gpt2":
         pre = pre_tokenizer(meta)
-        add_bos = meta.get("tokenizer.ggml.add_bos_token", pre.bos)
+        add_bos = meta.flag("tokenizer.ggml.add_bos_token", pre.bos)
         files = {"tokenizer.json": to_bytes(tokenizer_json(meta, pre, add_bos))}
     elif kind == "llama":
-        add_bos = meta.get("tokenizer.ggml.add_bos_token", True)
+        add_bos = meta.flag("tokenizer.ggml.add_bos_token", True)
         files = {"tokenizer.model": sentencepiece_model(meta)}
     else:
         raise ValueError(f"tokenizer.ggml.model is {kind!r}; known are 'gpt2' (BPE) and 'llama'")
@@ -75,18 +65,12 @@ def tokenizer_files(meta: Mapping[str, Any]) -> dict[str, bytes]:
     return files
 
 
-def need(meta: Mapping[str, Any], key: str) -> Any:
-    if key not in meta:
-        raise ValueError(f"the file has no {key}")
-    return meta[key]
-
-
 def to_bytes(document: dict[str, Any]) -> bytes:
     return json.dumps(document, ensure_ascii=False, indent=2).encode()
 
 
-def pre_tokenizer(meta: Mapping[str, Any]) -> PreTokenizer:
-    name = meta.get("tokenizer.ggml.pre")
+def pre_tokenizer(meta: Fields) -> PreTokenizer:
+    name = meta.text("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         raise ValueError(
             f"tokenizer.ggml.pre is {name!r}, so it is unknown how text is split; "
@@ -95,22 +79,26 @@ def pre_tokenizer(meta: Mapping[str, Any]) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def vocabulary(meta: Mapping[str, Any]) -> Iterator[tuple[int, str, int]]:
+def vocabulary(meta: Fields) -> Iterator[tuple[int, str, int]]:
     """(id, token, type); UNUSED tokens are the padding of the embedding matrix."""
-    tokens = need(meta, "tokenizer.ggml.tokens")
-    types = meta.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    tokens = meta.listed("tokenizer.ggml.tokens", str)
+    types = meta.listed("tokenizer.ggml.token_type", int, [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens but {len(types)} token types")
     return zip(range(len(tokens)), tokens, types, strict=True)
 
 
-def special_token(meta: Mapping[str, Any], name: str) -> str | None:
+def special_token(meta: Fields, name: str) -> str | None:
     """Text of the bos, eos, padding or unknown token."""
-    index = meta.get(f"tokenizer.ggml.{name}_token_id")
-    return None if index is None else need(meta, "tokenizer.ggml.tokens")[index]
+    key, tokens = f"tokenizer.ggml.{name}_token_id", meta.listed("tokenizer.ggml.tokens", str)
+    if not meta.has(key):
+        return None
+    if meta.integer(key, 0) >= len(tokens):
+        raise meta.wrong(key, f"the id of one of the {len(tokens)} tokens")
+    return tokens[meta.integer(key, 0)]
 
 
-def tokenizer_json(meta: Mapping[str, Any], pre: PreTokenizer, add_bos: bool) -> dict[str, Any]:
+def tokenizer_json(meta: Fields, pre: PreTokenizer, add_bos: bool) -> dict[str, Any]:
     """Byte-level BPE in the format of the `tokenizers` library."""
     used = [item for item in vocabulary(meta) if item[2] != UNUSED]
     vocab = {token: index for index, token, _ in used}
@@ -145,15 +133,16 @@ def tokenizer_json(meta: Mapping[str, Any], pre: PreTokenizer, add_bos: bool) ->
             "byte_fallback": False,
             "ignore_merges": pre.whole_words,
             "vocab": vocab,
-            "merges": need(meta, "tokenizer.ggml.merges"),
+            "merges": meta.listed("tokenizer.ggml.merges", str),
         },
     }
 
 
-def bos_processor(meta: Mapping[str, Any]) -> dict[str, Any]:
-    bos, index = special_token(meta, "bos"), meta.get("tokenizer.ggml.bos_token_id")
+def bos_processor(meta: Fields) -> dict[str, Any]:
+    bos = special_token(meta, "bos")
     if bos is None:
         raise ValueError("a BOS token is to be added, but tokenizer.ggml.bos_token_id is missing")
+    index = meta.integer("tokenizer.ggml.bos_token_id", 0)
     start = {"SpecialToken": {"id": bos, "type_id": 0}}
     a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
@@ -164,62 +153,58 @@ def bos_processor(meta: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def tokenizer_config(meta: Mapping[str, Any], kind: str, add_bos: bool) -> dict[str, Any]:
+def tokenizer_config(meta: Fields, kind: str, add_bos: bool) -> dict[str, Any]:
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     texts = {f"{ours}_token": special_token(meta, theirs) for ours, theirs in names.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast" if kind == "gpt2" else "LlamaTokenizer",
         "add_bos_token": add_bos,
-        "add_eos_token": meta.get("tokenizer.ggml.add_eos_token", False),
+        "add_eos_token": meta.flag("tokenizer.ggml.add_eos_token", False),
         **{name: text for name, text in texts.items() if text is not None},
-        **({"chat_template": text} if (text := meta.get("tokenizer.chat_template")) else {}),
+        **({"chat_template": text} if (text := meta.text("tokenizer.chat_template", "")) else {}),
+        **({"added_tokens_decoder": added_tokens(meta)} if kind == "llama" else {}),
     }
 
 
-def sentencepiece_model(meta: Mapping[str, Any]) -> bytes:
+def added_tokens(meta: Fields) -> dict[str, dict[str, Any]]:
+    """What llama.cpp calls user-defined are tokens that the checkpoint added to its sentencepiece model."""
+    return {
+        str(index): {"content": token, "special": False}
+        for index, token, kind in vocabulary(meta)
+        if kind == USER_DEFINED
+    }
+
+
+def sentencepiece_model(meta: Fields) -> bytes:
     """A sentencepiece BPE model with the pieces, scores and types of the file.
 
+    Added tokens become control pieces: the library would find user-defined ones in any text.
     Field numbers: google/sentencepiece, src/sentencepiece_model.proto. Llama 2 and Mistral use the
     identity normaliser and bytes for unknown characters.
     """
-    tokens, scores = need(meta, "tokenizer.ggml.tokens"), need(meta, "tokenizer.ggml.scores")
+    tokens = meta.listed("tokenizer.ggml.tokens", str)
+    scores = meta.listed("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise ValueError(f"{len(tokens)} tokens but {len(scores)} scores")
     trainer = field(3, 2) + field(4, len(tokens)) + field(35, True)  # BPE, size, byte fallback
     # (GGUF name, where it is missing, number of the id's field, of the piece's field)
     specials = [("unknown", 0, 40, 45), ("bos", 1, 41, 46), ("eos", 2, 42, 47), ("padding", -1, 43, 48)]
     for name, default, id_field, piece_field in specials:
-        index = meta.get(f"tokenizer.ggml.{name}_token_id", default)
-        trainer += field(id_field, index)
-        if index >= 0:
-            trainer += field(piece_field, tokens[index])
-    prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
-    trim = meta.get("tokenizer.ggml.remove_extra_whitespaces", False)
+        trainer += field(id_field, meta.integer(f"tokenizer.ggml.{name}_token_id", 0, default))
+        piece = special_token(meta, name) or (tokens[default] if 0 <= default < len(tokens) else None)
+        if piece is not None:
+            trainer += field(piece_field, piece)
+    prefix = meta.flag("tokenizer.ggml.add_space_prefix", True)
+    trim = meta.flag("tokenizer.ggml.remove_extra_whitespaces", False)
     normalizer = field(1, "identity") + field(3, prefix) + field(4, trim) + field(5, True)
+    types = {USER_DEFINED: CONTROL}
     pieces = [
-        field(1, field(1, piece) + field(2, scores[index]) + field(3, kind))
+        field(1, field(1, piece) + field(2, scores[index]) + field(3, types.get(kind, kind)))
         for index, piece, kind in vocabulary(meta)
     ]
     model = b"".join(pieces) + field(2, trainer) + field(3, normalizer)
     try:
-        sentencepiece.SentencePieceProcessor(model_proto=model)
+        processor(model)
     except RuntimeError as error:
         raise ValueError(f"the vocabulary makes no sentencepiece model: {error}") from error
     return model
-
-
-def field(number: int, value: int | float | str | bytes) -> bytes:
-    """A protobuf field (protobuf.dev, "Encoding"): varint, float32 or length-delimited bytes."""
-    if isinstance(value, float):
-        return varint(number << 3 | 5) + struct.pack("<f", value)
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    data = value.encode() if isinstance(value, str) else value
-    return varint(number << 3 | 2) + varint(len(data)) + data
-
-
-def varint(value: int) -> bytes:
-    value &= (1 << 64) - 1  # negative numbers are written in two's complement
-    groups = []
-    while value > 127:
-        groups.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*groups, value])

@@ -6,20 +6,21 @@ frequencies by the `llama3` rule.
 """
 
 from models.config import Config, Preset, RopeScaling, Wheel
-from models.config_json import Fields, base_config
+from models.config_json import base_config
+from models.fields import Fields
 
 MODEL_TYPE = "llama"
 
 
 def config(fields: Fields) -> Config:
-    bias = fields.get("attention_bias", False)
+    bias = fields.flag("attention_bias", False)
     return base_config(
         fields,
         "llama",
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=fields.get("mlp_bias", False),
-        tied=fields.get("tie_word_embeddings", False),
+        mlp_bias=fields.flag("mlp_bias", False),
+        tied=fields.flag("tie_word_embeddings", False),
     )
 
 

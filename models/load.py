@@ -1,12 +1,12 @@
 """A name or a folder in, a model or a tokenizer out."""
 
-import json
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from models.config import Config
+from models.fields import parse_json
 from models.hub import find
 from models.tokenizer import Tokenizer
 from models.tokenizer import load_tokenizer as read_tokenizer
@@ -21,7 +21,9 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "float16": torch.float16,
     "fp16": torch.float16,
+    "float64": torch.float64,
 }
+DEVICES = ("cpu", "cuda", "mps")
 
 
 def load_model(
@@ -43,11 +45,18 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def load_tokenizer(name_or_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a preset, a folder, a GGUF file or a downloaded hub id, with its chat format."""
+def load_tokenizer(name_or_dir: str | Path, format: str | None = None) -> Tokenizer:
+    """The tokenizer of a preset, a folder, a GGUF file or a downloaded hub id, with its chat format.
+
+    A folder needs no weights, only a tokenizer file. `format` names a chat format (see
+    `models.chat_format`) instead of finding it.
+    """
+    directory = Path(name_or_dir).expanduser()
     # A folder may carry a preset's name and hold another model: only its content counts.
-    preset = None if Path(name_or_dir).is_dir() else MODELS.get(str(name_or_dir))
-    return read_tokenizer(find(name_or_dir), format=preset.format if preset else None)
+    if directory.is_dir():
+        return read_tokenizer(directory, format)
+    preset = MODELS.get(str(name_or_dir))
+    return read_tokenizer(find(name_or_dir), format or (preset.format if preset else None))
 
 
 def random_model(
@@ -79,25 +88,43 @@ def skeleton(config: Config) -> Transformer:
 
 def read_config(directory: Path) -> Config:
     path = directory / "config.json"
+    raw = parse_json(path.read_bytes(), str(path))
     try:
-        return config_from_json(json.loads(path.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON (line {error.lineno}); fetch it again") from error
+        return config_from_json(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def placement(
     device: str | torch.device | None, dtype: str | torch.dtype | None
 ) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype with their defaults filled in."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but this PyTorch sees no CUDA GPU; use --device cpu")
+    """Device and dtype with their defaults filled in; ValueError for what this PyTorch or a model cannot use."""
+    device = known_device(device)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-        dtype = DTYPES[dtype]
-    return device, dtype
+    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in DTYPES.values():
+        raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    return device, chosen
+
+
+def known_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"unknown device {device!r}; known are {', '.join(DEVICES)} and cuda:N") from error
+    if found.type not in DEVICES:
+        raise ValueError(f"unknown device {device!r}; known are {', '.join(DEVICES)} and cuda:N")
+    n_devices = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
+    }[found.type]
+    if (found.index or 0) >= n_devices:
+        raise ValueError(
+            f"device {str(found)!r} was asked for, but this PyTorch sees {n_devices} {found.type} devices; "
+            "use --device cpu"
+        )
+    return found

@@ -5,17 +5,18 @@ may differ from width / heads (Nemo, Small). No biases, no q/k norm.
 """
 
 from models.config import Config, Preset
-from models.config_json import Fields, base_config, windows
+from models.config_json import base_config, windows
+from models.fields import Fields
 
 MODEL_TYPE = "mistral"
 
 
 def config(fields: Fields) -> Config:
-    n_layers = fields.need("num_hidden_layers")
+    n_layers = fields.integer("num_hidden_layers")
     return base_config(
         fields,
         "mistral",
-        tied=fields.get("tie_word_embeddings", False),
+        tied=fields.flag("tie_word_embeddings", False),
         windows=windows(fields, n_layers, [True] * n_layers),
     )
 

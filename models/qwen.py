@@ -6,26 +6,27 @@ Qwen3 drops them and normalises each head of q and k before rope. A `sliding_win
 """
 
 from models.config import Config, Preset
-from models.config_json import Fields, base_config, windows
+from models.config_json import base_config, windows
+from models.fields import Fields
 
 MODEL_TYPES = ("qwen2", "qwen3")
 
 
 def config(fields: Fields) -> Config:
-    family = fields.need("model_type")
-    n_layers = fields.need("num_hidden_layers")
+    family = fields.text("model_type")
+    n_layers = fields.integer("num_hidden_layers")
     layer_windows = ()
-    if fields.get("use_sliding_window", False):
-        first = fields.get("max_window_layers", 28)
+    if fields.flag("use_sliding_window", False):
+        first = fields.integer("max_window_layers", 0, default=28)
         layer_windows = windows(fields, n_layers, [i >= first for i in range(n_layers)])
-    bias = True if family == "qwen2" else fields.get("attention_bias", False)
+    bias = True if family == "qwen2" else fields.flag("attention_bias", False)
     return base_config(
         fields,
         family,
         qkv_bias=bias,
         o_bias=bias and family == "qwen3",
         qk_norm=family == "qwen3",
-        tied=fields.get("tie_word_embeddings", False),
+        tied=fields.flag("tie_word_embeddings", False),
         windows=layer_windows,
     )
 

@@ -1,14 +1,12 @@
 """Tokenizer files that hold tiktoken ranks: Llama 3's, Qwen's and Mistral's tekken.json -> Codec."""
 
 import base64
+import reprlib
 from typing import Any
 
 from models.codec import BytePairEncoder, Codec
-
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3_PATTERN = rf"{WORDS}|\p{{N}}{{1,3}}|{REST}"
-QWEN_PATTERN = rf"{WORDS}|\p{{N}}|{REST}"
+from models.fields import Fields
+from models.patterns import LLAMA3, QWEN
 
 # In the order of their ids. Names as of Llama 3.1; in 3.0 some of them were still reserved.
 LLAMA3_CONTROL = [
@@ -80,23 +78,33 @@ def read_rank_list(data: bytes, model_type: str, path: str) -> Codec:
         raise ValueError(f"{path}: its {n} ranks are not 0 to {n - 1}; fetch the file again")
     if n == QWEN_RANKS or (n != LLAMA3_RANKS and model_type.startswith("qwen")):
         control = dict(zip(QWEN_CONTROL, range(n, n + len(QWEN_CONTROL)), strict=True))
-        return rank_codec("Qwen ranks", QWEN_PATTERN, tokens, 0, control, nfc=True)
+        return rank_codec("Qwen ranks", QWEN, tokens, 0, control, nfc=True)
     control = dict(zip(LLAMA3_CONTROL, range(n, n + len(LLAMA3_CONTROL)), strict=True))
-    return rank_codec("Llama 3 ranks", LLAMA3_PATTERN, tokens, 0, control)
+    return rank_codec("Llama 3 ranks", LLAMA3, tokens, 0, control)
 
 
-def read_tekken(document: dict[str, Any]) -> Codec:
+def read_tekken(document: dict[str, Any], path: str) -> Codec:
     """A parsed tekken.json; control tokens take the first ids, and the vocabulary is cut to its size."""
-    config = document["config"]
-    n_control = config["default_num_special_tokens"]
-    n_tokens = config["default_vocab_size"] - n_control
-    tokens = [base64.b64decode(entry["token_bytes"]) for entry in document["vocab"][:n_tokens]]
-    listed = document.get("special_tokens")
-    names = {entry["rank"]: entry["token_str"] for entry in listed or []}
+    fields = Fields(document, f"{path}: ")
+    config = fields.table("config")
+    n_control = config.integer("default_num_special_tokens")
+    n_tokens = config.integer("default_vocab_size", n_control + 1) - n_control
+    entries = fields.listed("vocab", dict)[:n_tokens]
+    tokens = [token_bytes(entry, f"{path}: vocab[{i}]") for i, entry in enumerate(entries)]
+    listed = fields.tables("special_tokens", [])
+    names = {entry.integer("rank", 0): entry.text("token_str") for entry in listed}
     names = names or dict(enumerate(TEKKEN_CONTROL))
     control = {names.get(id, f"<SPECIAL_{id}>"): id for id in range(n_control)}
-    version = config.get("version", "")
-    return rank_codec("tekken", config["pattern"], tokens, n_control, control, version=version)
+    pattern, version = config.text("pattern"), config.text("version", "")
+    return rank_codec("tekken", pattern, tokens, n_control, control, version=version)
+
+
+def token_bytes(entry: dict[str, Any], name: str) -> bytes:
+    try:
+        return base64.b64decode(entry["token_bytes"])
+    except (KeyError, TypeError, ValueError) as error:
+        given = reprlib.repr(entry.get("token_bytes"))
+        raise ValueError(f"{name} has the token_bytes {given}; needed is base64") from error
 
 
 def rank_codec(

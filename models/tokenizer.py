@@ -4,12 +4,12 @@ import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from models.chat_choice import format_of_files, format_of_template
 from models.chat_format import ChatFormat, Control, Message, Piece, chat_format
 from models.codec import Codec
-from models.tokenizer_files import read_codec, read_json
+from models.fields import Fields, read_fields
+from models.tokenizer_files import read_codec
 
 ROLES = ("system", "user", "assistant")
 
@@ -76,6 +76,8 @@ class Tokenizer:
         Ends the answer's turn, asks `text` and prepares the next answer. Earlier turns stay as they
         were fed, also where `chat` would rewrite them; see `ChatFormat.follow_up`.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"a follow-up is a text, not a {type(text).__name__}")
         return self._ids(self._format().follow_up(text))
 
     def _format(self) -> ChatFormat:
@@ -129,13 +131,13 @@ def load_tokenizer(directory: Path, format: str | None = None) -> Tokenizer:
     Raises FileNotFoundError or ValueError in one line where the folder has no usable tokenizer.
     """
     directory = Path(directory)
-    config = read_json(directory / "config.json")
-    settings = read_json(directory / "tokenizer_config.json")
-    generation = read_json(directory / "generation_config.json")
-    codec = with_added_tokens(
-        read_codec(directory, config.get("model_type", "")), settings.get("added_tokens_decoder")
-    )
-    eos = frozenset(eos_ids(config) + eos_ids(generation))
+    config = read_fields(directory / "config.json")
+    settings = read_fields(directory / "tokenizer_config.json")
+    generation = read_fields(directory / "generation_config.json")
+    added = added_tokens(settings)
+    special = {token.text("content") for token in added.values() if token.flag("special", False)}
+    codec = with_added_tokens(read_codec(directory, config.text("model_type", ""), special), added)
+    eos = frozenset(config.ids("eos_token_id") + generation.ids("eos_token_id"))
     template = chat_template(directory, settings)
     if format is not None:
         chosen = chat_format(format)
@@ -146,33 +148,46 @@ def load_tokenizer(directory: Path, format: str | None = None) -> Tokenizer:
     return Tokenizer(codec, chosen, eos)
 
 
-def with_added_tokens(codec: Codec, added: dict[str, Any] | None) -> Codec:
+def added_tokens(settings: Fields) -> dict[int, Fields]:
+    """The `added_tokens_decoder` of tokenizer_config.json: what it says of each token, by id."""
+    table = settings.table("added_tokens_decoder")
+    for id in table.raw:
+        if not id.isdecimal():
+            raise ValueError(f"{table.where}{id}: the name of each entry must be a token id")
+    return {int(id): table.table(id) for id in table.raw}
+
+
+def with_added_tokens(codec: Codec, added: dict[int, Fields]) -> Codec:
     """Also the tokens that tokenizer_config.json adds to the file, or names in it.
 
     It may add ids at the end, and rename control tokens; ids that carry text stay as they are.
     """
-    new = {int(id): token for id, token in (added or {}).items() if not codec.pieces.get(int(id))}
-    pieces = {id: b"" if token.get("special") else token["content"].encode() for id, token in new.items()}
+    new = {id: token for id, token in added.items() if not codec.pieces.get(id)}
+    pieces = {
+        id: b"" if token.flag("special", False) else token.text("content").encode()
+        for id, token in new.items()
+    }
     kept = {name: id for name, id in codec.names.items() if id not in new}
-    names = kept | {token["content"]: id for id, token in new.items()}
+    names = kept | {token.text("content"): id for id, token in new.items()}
     return replace(codec, pieces=codec.pieces | pieces, names=names)
 
 
-def eos_ids(config: dict[str, Any]) -> list[int]:
-    """`eos_token_id`, which is absent, null, an id or a list of ids."""
-    ids = config.get("eos_token_id")
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+def chat_template(directory: Path, settings: Fields) -> str:
+    """The text of the folder's Jinja template, "" without one.
 
-
-def chat_template(directory: Path, settings: dict[str, Any]) -> str:
-    """The text of the folder's Jinja template, "" without one; the file goes before the setting."""
+    It stands in a file of its own, else in tokenizer_config.json, else (an older way) in chat_template.json.
+    """
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template") or ""
-    if isinstance(template, str):
-        return template
-    named = {each["name"]: each["template"] for each in template}
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text in UTF-8; fetch it again") from error
+    if not settings.has("chat_template"):
+        settings = read_fields(directory / "chat_template.json")
+    if not isinstance(settings.raw.get("chat_template"), list):
+        return settings.text("chat_template", "")
+    named = {each.text("name"): each.text("template") for each in settings.tables("chat_template")}
     return named.get("default", "")
 
 

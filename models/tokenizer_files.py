@@ -1,13 +1,13 @@
 """The tokenizer file of a checkpoint folder: found by name, understood by content."""
 
-import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
 from models.bpe import read_tokenizer_json
 from models.codec import Codec
+from models.fields import parse_json
 from models.ranks import read_rank_list, read_tekken
 from models.spm import read_sentencepiece
 
@@ -25,11 +25,11 @@ TEKKEN, SENTENCEPIECE, TOKENIZER_JSON, RANKS = range(4)
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* +\d+\r?(\n|$)")
 
 
-def read_codec(directory: Path, model_type: str) -> Codec:
+def read_codec(directory: Path, model_type: str, special: Set[str] = frozenset()) -> Codec:
     """The tokenizer of a folder, from the first usable file in the order of kinds above.
 
-    Raises FileNotFoundError for a folder without a tokenizer file, and where none can be used a
-    ValueError that says what each one is.
+    `special`: spellings of control tokens that a file may hold as text. Raises FileNotFoundError for a
+    folder without a tokenizer file, and where none can be used a ValueError that says what each one is.
     """
     paths = sorted({path for place in PLACES for path in directory.glob(place) if path.is_file()})
     if not paths:
@@ -37,24 +37,35 @@ def read_codec(directory: Path, model_type: str) -> Codec:
     readers, problems = [], []
     for path in paths:
         try:
-            readers.append(reader(path, model_type))
+            readers.append((*reader(path, model_type, special), str(path)))
         except ValueError as error:
             problems.append(str(error))
-    for _, read in sorted(readers, key=lambda item: item[0]):
+    cause = None
+    for _, read, name in sorted(readers, key=lambda item: item[0]):
         try:
             return read()
-        except ValueError as error:
-            problems.append(str(error))
-    raise ValueError(f"{'; '.join(problems)}. Needed is {NEEDED}")
+        # A file of another shape than its kind has can fail anywhere; what it raised stays as the cause.
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            problems.append(problem(name, error))
+            cause = error
+    raise ValueError(f"{'; '.join(problems)}. Needed is {NEEDED}") from cause
 
 
-def reader(path: Path, model_type: str) -> tuple[int, Callable[[], Codec]]:
+def problem(name: str, error: Exception) -> str:
+    """What is wrong with a file, in one line that names it; most of our own messages do already."""
+    said = " ".join(str(error).split())
+    if not isinstance(error, ValueError):
+        return f"{name} is malformed ({type(error).__name__}: {said}); fetch it again"
+    return said if said.startswith(name) else f"{name}: {said}"
+
+
+def reader(path: Path, model_type: str, special: Set[str]) -> tuple[int, Callable[[], Codec]]:
     """(kind, function that reads the file). Raises ValueError saying what it is if not a tokenizer."""
     data, name = path.read_bytes(), str(path)
     if data.lstrip()[:1] == b"{":
         document = parse_json(data, name)
         if is_tekken(document):
-            return TEKKEN, lambda: read_tekken(document)
+            return TEKKEN, lambda: read_tekken(document, name)
         if isinstance(document.get("model"), dict) and "vocab" in document["model"]:
             return TOKENIZER_JSON, lambda: read_tokenizer_json(document, name)
         raise ValueError(f"{name} is JSON, but no tokenizer (keys: {', '.join(document)[:80]})")
@@ -62,7 +73,7 @@ def reader(path: Path, model_type: str) -> tuple[int, Callable[[], Codec]]:
         return RANKS, lambda: read_rank_list(data, model_type, name)
     # Protobuf: the first field of a model is a piece, whose first field is its text.
     if data[:1] == b"\n" and data[2:3] == b"\n":
-        return SENTENCEPIECE, lambda: read_sentencepiece(data, name)
+        return SENTENCEPIECE, lambda: read_sentencepiece(data, name, special)
     raise ValueError(f"{name} is {description(data)}")
 
 
@@ -82,18 +93,3 @@ def description(data: bytes) -> str:
     if start.startswith(b"<"):
         return "a web page, not a tokenizer (a download that failed)"
     return f"no known kind of tokenizer (it begins with {start[:16]!r})"
-
-
-def parse_json(data: bytes, name: str) -> dict[str, Any]:
-    try:
-        document = json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"{name} is not valid JSON ({error}); fetch it again") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{name} holds a JSON {type(document).__name__}, not an object")
-    return document
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of the folder; {} if it is not there."""
-    return parse_json(path.read_bytes(), str(path)) if path.is_file() else {}

@@ -5,7 +5,7 @@ from typing import Any
 
 from models import llama, mistral, qwen
 from models.config import Config, Preset
-from models.config_json import Fields
+from models.fields import Fields
 
 MODELS: dict[str, Preset] = {preset.name: preset for preset in llama.PRESETS + mistral.PRESETS + qwen.PRESETS}
 # Names people type without a version mean the newest of that size.
@@ -20,9 +20,8 @@ FAMILIES = {
 
 def config_from_json(raw: dict[str, Any]) -> Config:
     """A parsed `config.json` as a `Config`; raises ValueError naming the key that cannot be honoured."""
-    model_type = raw.get("model_type")
+    fields = Fields(raw)
+    model_type = fields.text("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(
-            f"config.json has model_type {model_type!r}; minikv implements {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[model_type](Fields(raw))
+        raise fields.wrong("model_type", f"one that minikv implements: {', '.join(FAMILIES)}")
+    return FAMILIES[model_type](fields)

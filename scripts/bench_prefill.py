@@ -65,11 +65,10 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
         for name in names
     }
     times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in track(range(args.repeat + 1), "rounds", disable=not sys.stderr.isatty()):
-        for name, cache in caches.items():
-            took = seconds(model, cache, ids)
-            if turn:  # the first round warms up
-                times[name].append(took)
+    seconds(model, caches["full"], ids)  # warms up
+    runs = [name for _ in range(args.repeat) for name in names]
+    for name in track(runs, "prefills", disable=not sys.stderr.isatty()):
+        times[name].append(seconds(model, caches[name], ids))
     return times
 
 

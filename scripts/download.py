@@ -9,6 +9,7 @@ that are whole are kept.
 """
 
 import argparse
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -81,6 +82,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main(parse(sys.argv[1:]))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output (`head`) has seen enough; Python must not try to write the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on", file=sys.stderr)
         sys.exit(130)

@@ -7,6 +7,7 @@ import pytest
 from models.chat_choice import format_of_files, format_of_template
 from models.chat_format import chat_format
 from models.codec import Codec
+from models.fields import Fields
 from models.tokenizer import load_tokenizer
 from tests.assets import checkpoint, mistral_file
 
@@ -34,6 +35,29 @@ TEMPLATES = [
     ("'<|user|>\n' '<|end|>'", {}, codec("sentencepiece"), None),
     ("'<|im_start|>' '<think>'", {}, BYTE_LEVEL, chat_format("qwen3")),
     ("'<|im_start|>' + role", {}, BYTE_LEVEL, chat_format("chatml")),
+    # Qwen3, Qwen3-Thinking-2507, QwQ with a real line break, Qwen3-Instruct-2507
+    (
+        r"""'<|im_start|>assistant\n<think>\n' + reasoning {% if add_generation_prompt %}
+        '<|im_start|>assistant\n' {% if not enable_thinking %} '<think>\n\n</think>\n\n' """,
+        {},
+        BYTE_LEVEL,
+        chat_format("qwen3"),
+    ),
+    *(
+        (
+            f"'<think>' {{% if add_generation_prompt %}} '<|im_start|>assistant{newline}<think>{newline}' {{% endif %}}",
+            {},
+            BYTE_LEVEL,
+            replace(chat_format("qwen3"), opens_thinking=True),
+        )
+        for newline in ("\n", "\\n")
+    ),
+    (
+        "'<|im_start|>' + role {% if add_generation_prompt %} '<|im_start|>assistant\\n' {% endif %}",
+        {},
+        BYTE_LEVEL,
+        chat_format("chatml"),
+    ),
     (
         "'<|im_start|>system\\nBe brief.<|im_end|>' '<think>'",
         {},
@@ -57,7 +81,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize(("template", "config", "file", "expected"), TEMPLATES)
 def test_a_template_tells_its_format(template, config, file, expected):
-    assert format_of_template(template, config, file) == expected
+    assert format_of_template(template, Fields(config), file) == expected
 
 
 LLAMA3_NAMES = codec("Llama 3 ranks", "<|start_header_id|>", "<|eot_id|>", "<|end_of_text|>")
@@ -82,11 +106,13 @@ UNTOLD = [
 
 @pytest.mark.parametrize(("config", "file", "eos", "name"), UNTOLD)
 def test_without_a_template_the_control_tokens_tell(config, file, eos, name):
-    assert format_of_files(config, file, eos) == (name and chat_format(name))
+    assert format_of_files(Fields(config), file, eos) == (name and chat_format(name))
 
 
 def test_the_template_is_read_from_its_file_or_the_settings(tmp_path):
     model = {"tokenizer.model": mistral_file("v1").read_bytes()}
+    older = model | {"chat_template.json": {"chat_template": "[INST]"}, "tokenizer_config.json": {}}
+    assert load_tokenizer(checkpoint(tmp_path, older)).format.name == "mistral-v1"
     named = [{"name": "tool_use", "template": "[INST]"}, {"name": "default", "template": "<<SYS>>"}]
     settings = model | {"tokenizer_config.json": {"chat_template": named}}
     assert load_tokenizer(checkpoint(tmp_path, settings)).format.name == "llama2"

@@ -160,6 +160,13 @@ def test_qwen3_without_thinking_begins_the_answer_with_an_empty_block_and_only_t
     assert rendered(silent, TWO_TURNS) == CHATML_TWO_TURNS + "<think>\n\n</think>\n\n"
 
 
+def test_qwen3_can_open_the_reasoning_itself():
+    """As the Thinking-2507 templates do: the answer begins inside the block."""
+    chat = replace(chat_format("qwen3"), opens_thinking=True)
+    assert rendered(chat, TWO_TURNS) == CHATML_TWO_TURNS + "<think>\n"
+    assert text(chat.follow_up("Bye")).endswith("Bye<|im_end|>\n<|im_start|>assistant\n<think>\n")
+
+
 def test_qwen3_takes_a_tool_response_for_no_question():
     tool = {"role": "user", "content": "<tool_response>\n1\n</tool_response>"}
     written = rendered(chat_format("qwen3"), [HELLO, THOUGHT, tool])
@@ -411,6 +418,12 @@ def test_a_base_model_cannot_chat(mistral):
     for ask in (lambda: base.chat([HELLO]), lambda: base.follow_up("Bye")):
         with pytest.raises(ValueError, match="no known chat format"):
             ask()
+
+
+@pytest.mark.parametrize("text", [None, 5, ["Bye"], HELLO])
+def test_a_follow_up_that_is_no_text_is_refused(text, qwen):
+    with pytest.raises(ValueError, match=f"a follow-up is a text, not a {type(text).__name__}"):
+        qwen.follow_up(text)
 
 
 def test_a_format_of_another_family_names_the_missing_token(mistral):

@@ -235,7 +235,10 @@ REFUSED_FIELDS = {
     "partial rope": ({"rope.dimension_count": 16}, "rope.dimension_count"),
     "value size": ({"attention.value_length": 16}, "attention.value_length"),
     "longrope": ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "'longrope'"),
-    "per layer heads": ({"attention.head_count_kv": [2, 1]}, "num_key_value_heads"),
+    "per layer heads": ({"attention.head_count_kv": [2, 1]}, "llama.attention.head_count_kv is [2, 1]"),
+    "no heads": ({"attention.head_count": 0}, "llama.attention.head_count is 0"),
+    "heads in words": ({"attention.head_count": "four"}, "llama.attention.head_count is 'four'"),
+    "negative factor": ({"rope.scaling.factor": -2.0}, "llama.rope.scaling.factor is -2.0"),
 }
 
 

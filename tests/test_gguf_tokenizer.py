@@ -13,7 +13,9 @@ import tokenizers
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_REGEX
 
-from models.gguf_tokenizer import tokenizer_files
+from models import gguf_tokenizer
+from models.fields import Fields
+from models.tokenizer import load_tokenizer
 from tests.gguf_files import byte_vocabulary
 
 TEXTS = [
@@ -23,6 +25,10 @@ TEXTS = [
     "🙂👍🏽 e\u0301 \u00a0 \u2028 x = y**2 + 3.14e-5;;; ...???",
     "   leading and trailing   ",
 ]
+
+
+def tokenizer_files(meta: dict[str, object]) -> dict[str, bytes]:
+    return gguf_tokenizer.tokenizer_files(Fields(meta))
 
 
 def tokenizer_of(meta: dict[str, object]) -> tokenizers.Tokenizer:
@@ -119,7 +125,12 @@ def test_bos_is_added_where_the_file_or_its_kind_of_vocabulary_says_so():
     ("change", "message"),
     [
         ({"tokenizer.ggml.pre": "default"}, "'default'"),
-        ({"tokenizer.ggml.pre": None}, "None"),
+        ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing"),
+        ({"tokenizer.ggml.pre": ["smollm"]}, r"tokenizer.ggml.pre is \['smollm'\]"),
+        ({"tokenizer.ggml.merges": [1]}, r"tokenizer.ggml.merges is \[1\]"),
+        ({"tokenizer.ggml.bos_token_id": 288}, "bos_token_id is 288; needed is the id of one of the 288"),
+        ({"tokenizer.ggml.bos_token_id": "a"}, "bos_token_id is 'a'"),
+        ({"tokenizer.chat_template": 5}, "tokenizer.chat_template is 5"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "288 tokens but 2 token types"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "occur twice"),
@@ -227,3 +238,20 @@ def test_a_vocabulary_without_an_unknown_token_is_no_sentencepiece_model():
     }
     with pytest.raises(ValueError, match="makes no sentencepiece model"):
         tokenizer_files(meta)
+
+
+def test_added_tokens_of_a_sentencepiece_vocabulary_are_never_made_from_text(tmp_path):
+    """llama.cpp writes a checkpoint's added tokens as user-defined ones."""
+    path = Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"
+    original = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    meta = sentencepiece_fields(original)
+    meta["tokenizer.ggml.tokens"] += ["<|im_start|>", "<think>"]
+    meta["tokenizer.ggml.scores"] += [-1000.0, -1000.0]
+    meta["tokenizer.ggml.token_type"] += [3, 4]
+    for name, content in tokenizer_files(meta).items():
+        (tmp_path / name).write_bytes(content)
+    tok = load_tokenizer(tmp_path)
+    for text in [*TEXTS, "a<|im_start|>b", "<think>", "x <think>"]:
+        assert tok.encode(text) == original.encode(text)
+    assert (tok.codec.names["<|im_start|>"], tok.codec.names["<think>"]) == (32000, 32001)
+    assert tok.decode([32000, 32001]) == "<think>"

@@ -5,6 +5,7 @@ import os
 import runpy
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,13 +24,14 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx
 from safetensors.torch import load_file
 
-from models import download, hub, wheel
+from models import download, hub, load_tokenizer, wheel
 from models.checkpoint import check_complete
 from models.config import Wheel
 from models.download import choose, fetch, plan
 from models.hub import cache_home, find, model_folder
 from models.zoo import MODELS, config_from_json
 from tests.gguf_files import reference, write_gguf
+from tests.library import small_json
 
 GATED, OPEN, DEFAULT = "llama3-8b", "qwen2.5-0.5b", "smollm2-135m"
 
@@ -121,6 +123,19 @@ def test_what_is_not_here_is_said_in_one_line_with_the_folder_and_the_command(na
     assert f"python scripts/download.py {name}" in message
     gated = name == GATED
     assert ("accept the licence" in message and MODELS[GATED].repo in message) == gated
+
+
+def test_a_tokenizer_is_looked_for_where_the_model_is(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"python scripts/download.py {GATED}"):
+        load_tokenizer(GATED)
+    for name in (GATED, MODELS[GATED].repo):
+        save(model_folder(GATED))
+        (model_folder(GATED) / "tokenizer.json").write_text(json.dumps(small_json(["a", "b"], [])))
+        assert load_tokenizer(name).encode("ab") == [0, 1]
+    assert load_tokenizer(GATED).format.name == MODELS[GATED].format
+    assert load_tokenizer(GATED, format="chatml").format.name == "chatml"
+    write_gguf(tmp_path / "tiny.gguf", "llama", reference("llama"))
+    assert load_tokenizer(tmp_path / "tiny.gguf").codec.names.keys() == {"<|end|>", "<think>"}
 
 
 @pytest.mark.parametrize(
@@ -307,6 +322,16 @@ def test_the_script_lists_every_preset_and_what_is_here(monkeypatch, capsys):
     assert rows.keys() == {"preset"} | MODELS.keys()
     assert rows[GATED] == [GATED, "8.03B", "16.1", "GB", "yes", "yes", MODELS[GATED].repo]
     assert rows[OPEN][4:6] == ["no", "no"]
+
+
+def test_the_list_may_be_cut_off_by_a_pipe():
+    """`--list | head` said "Broken pipe"."""
+    path = Path(__file__).parents[1] / "scripts" / "download.py"
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run([sys.executable, path, "--list"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_dry_run_shows_needed_and_free_bytes_and_fetches_nothing(monkeypatch, capsys, tmp_path):

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from minikv import CompressedKVCache
 from models import MODELS, load_model, random_model
 from models.config import Config
-from models.load import skeleton
+from models.load import placement, read_config, skeleton
 from models.rope import Rope
 from models.zoo import config_from_json
 
@@ -173,6 +173,111 @@ def test_what_would_change_the_maths_is_refused_by_name(changes, word):
     config_from_json(raw)
     with pytest.raises(ValueError, match=word):
         config_from_json({**raw, **changes})
+
+
+PLAIN = dict(TINY, model_type="llama", rms_norm_eps=1e-5)
+WINDOWED = dict(model_type="mistral", sliding_window=4)
+WRONG = [
+    (dict(rope_scaling="linear"), "rope_scaling is 'linear'"),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=8)), "rope_scaling.low_freq_factor is missing"),
+    (dict(rope_parameters=dict(LLAMA3, high_freq_factor=1.0)), "rope_parameters.high_freq_factor is 1.0"),
+    (dict(rope_scaling=dict(type="linear", factor=0)), "rope_scaling.factor is 0"),
+    (dict(rope_scaling=dict(type="yarn", factor=-4.0)), "rope_scaling.factor is -4.0"),
+    (dict(rope_scaling=dict(type="linear", factor="4")), "rope_scaling.factor is '4'"),
+    (dict(rope_scaling=dict(rope_type=["yarn"])), "rope_scaling.rope_type is ['yarn']"),
+    (dict(rope_theta=0), "rope_theta is 0"),
+    (dict(model_type=["llama"]), "model_type is ['llama']"),
+    (dict(model_type=None), "model_type is missing"),
+    (dict(sliding_window=0, model_type="mistral"), "sliding_window is 0"),
+    (dict(sliding_window=-3, model_type="mistral"), "sliding_window is -3"),
+    (dict(WINDOWED, layer_types="full_attention"), "layer_types is 'full_attention'"),
+    (dict(WINDOWED, layer_types=["full_attention"]), "layer_types lists 1 layers"),
+    (dict(partial_rotary_factor=0.0), "partial_rotary_factor is 0.0"),
+    (dict(partial_rotary_factor=1.5), "partial_rotary_factor is 1.5"),
+    (dict(partial_rotary_factor=0.01), "rotary dimensions must be even and within the head: 1 of 16"),
+    (dict(rms_norm_eps=0), "rms_norm_eps is 0"),
+    (dict(tie_word_embeddings="false"), "tie_word_embeddings is 'false'"),
+    (dict(eos_token_id="</s>"), "eos_token_id is '</s>'"),
+    (dict(eos_token_id=[2, "</s>"]), "eos_token_id is [2, '</s>']"),
+    (dict(num_key_value_heads=3), "4 query heads cannot be shared evenly by 3 KV heads"),
+    *(
+        ({size: value}, f"{size} is {value!r}")
+        for size, values in {
+            "hidden_size": [0, -48, "48", 48.0, [48]],
+            "num_hidden_layers": [0, 2.5, True],
+            "num_attention_heads": [0, "4"],
+            "num_key_value_heads": [0, "2"],
+            "head_dim": [0, -16],
+            "intermediate_size": [0, "80"],
+            "vocab_size": [0, True],
+            "max_position_embeddings": [0, -1, "256"],
+        }.items()
+        for value in values
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG, ids=str)
+def test_a_wrong_value_is_refused_in_one_line_with_file_key_and_value(changes, said, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PLAIN))
+    read_config(tmp_path)
+    path.write_text(json.dumps(PLAIN | changes))
+    with pytest.raises(ValueError) as error:
+        read_config(tmp_path)
+    assert str(error.value).startswith(f"{path}: {said}") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("document", ["[]", "null", '"x"', "{", "\ufeff"])
+def test_a_config_that_is_no_json_object_is_named(document, tmp_path):
+    (tmp_path / "config.json").write_text(document, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.json (holds|is not valid JSON)"):
+        read_config(tmp_path)
+
+
+def test_null_counts_as_absent():
+    """transformers writes null for what it left at its default, in the rope table too."""
+    empty = dict(rope_theta=None, partial_rotary_factor=None, factor=None)
+    for beside in ({}, dict(rope_theta=5e5)):
+        want = config_from_json(PLAIN | beside)
+        assert config_from_json(PLAIN | beside | dict(rope_parameters=empty, sliding_window=None)) == want
+    assert want.rope_theta == 5e5
+
+
+def test_a_config_made_by_hand_has_sizes_of_at_least_one():
+    with pytest.raises(ValueError, match="n_kv_heads is 0"):
+        Config("llama", 2, 32, 4, 0, 8, 64, 100, 64)
+
+
+@pytest.mark.parametrize("device", ["foo", "", "meta", "cuda:x", 1.5])
+def test_an_unknown_device_lists_the_known_ones(device):
+    with pytest.raises(ValueError, match="unknown device .*known are cpu, cuda, mps") as error:
+        placement(device, None)
+    assert repr(device) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("mps", 0), ("cuda", 0), ("cuda:2", 2)])
+def test_a_device_that_is_not_there_is_refused(device, gpus, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=f"device '{device}' was asked for, but this PyTorch sees {gpus} "):
+        placement(device, None)
+
+
+def test_a_device_that_is_there_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert placement("mps", None) == (torch.device("mps"), torch.float32)
+    assert placement("cuda:1", None) == (torch.device("cuda:1"), torch.bfloat16)
+    assert placement(torch.device("cpu"), torch.float16) == (torch.device("cpu"), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", ["int3", torch.int32, torch.bool, torch.float8_e4m3fn, 32])
+def test_a_dtype_that_no_model_runs_in_lists_the_known_ones(dtype):
+    with pytest.raises(ValueError, match="unknown dtype .*known are float32, fp32, bfloat16"):
+        placement("cpu", dtype)
 
 
 def test_an_old_style_config_means_the_same():

@@ -17,11 +17,12 @@ that what is left has gathered, in which the window counts for what stands in it
 are of all tokens so far, so that compressing again does not shrink a head. The policy's `recent` is kept too.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kernels.received import blocks, over_queries
 from minikv.axes import HeadSplit, Scorer
 from minikv.seen import Seen
 
@@ -118,13 +119,11 @@ def profile(seen: Seen, width: Tensor) -> tuple[Tensor, Tensor]:
     """
     got = torch.zeros(seen.pos.shape, device=seen.pos.device)
     near = torch.zeros_like(got)
-    for start in range(0, seen.new_q.shape[3], QUERY_BLOCK):
-        block = slice(start, start + QUERY_BLOCK)
-        q_pos = seen.new_pos[:, block]
-        p = replace(seen, q=seen.new_q[:, :, :, block], q_pos=q_pos).attention(ALL).mean(2)  # [B, H, t, n]
-        distance = q_pos[:, None, :, None] - seen.pos[:, :, None]
-        got += p.sum(2)
-        near += (p * (distance < width[..., None])).sum(2)
+    for p, q_pos in blocks(seen.new_q, seen.new_pos, seen.k, seen.pos, seen.sliding, seen.solid):
+        n = p.shape[-1]
+        got[:, :, :n] += over_queries(p, q_pos >= 0)
+        far = q_pos[:, None, :, None] - seen.pos[:, :, None, :n] >= width[..., None]  # [B, H, t, n]
+        near[:, :, :n] += over_queries(p.masked_fill_(far[:, :, None], 0.0), q_pos >= 0)
     return got, near
 
 
