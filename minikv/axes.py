@@ -13,6 +13,7 @@ Budgets are tokens per KV head per layer, on average.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,50 +29,23 @@ class Scorer(ABC):
     `absorb` and `watch` update them after a chunk and after a single token. They travel with the token.
     """
 
-    @property
-    def n_queries(self) -> int:
-        """How many of the last queries `score` looks at; the cache keeps that many at hand."""
-        return 0
-
-    @property
-    def attention_scores(self) -> bool:
-        """Whether scores are attention probabilities or sums of them, as some refiners need."""
-        return False
-
-    @property
-    def keeps_window(self) -> int:
-        """How many of the last tokens the method itself never drops, whatever the policy's `recent`."""
-        return 0
-
-    @property
-    def drops(self) -> bool:
-        """Whether tokens are ever dropped; if not, the budget is a capacity."""
-        return True
-
-    @property
-    def before(self) -> bool:
-        """Whether a step drops ahead of its attention, so that the dropped token is not seen any more."""
-        return False
-
-    @property
-    def one_by_one(self) -> bool:
-        """With `before`: whether a prompt or turn beyond the budget is taken token by token as well."""
-        return False
-
-    @property
-    def shifts_sinks(self) -> bool:
-        """Whether the sinks are moved up to the other tokens, so that positions may pass the trained length."""
-        return False
-
-    @property
-    def replays(self) -> bool:
-        """Whether prompts are read a second time before they are compressed; see `minikv.replay`."""
-        return False
-
-    @property
-    def watches(self) -> bool:
-        """Whether `watch` wants to see every step's attention."""
-        return False
+    # Facts about a method that the cache reads. A subclass sets them, or makes a property where they depend
+    # on its fields.
+    n_queries: ClassVar[int] = (
+        0  # how many of the last queries `score` looks at; the cache keeps them at hand
+    )
+    keeps_window: ClassVar[int] = 0  # last tokens that the method never drops, whatever the policy's `recent`
+    attention_scores: ClassVar[bool] = False  # scores are attention or sums of it, as some refiners need
+    drops: ClassVar[bool] = True  # tokens are dropped at all; if not, the budget is a capacity
+    before: ClassVar[bool] = False  # a step drops ahead of its attention, which then misses the dropped token
+    one_by_one: ClassVar[bool] = (
+        False  # with `before`: also what exceeds the budget in a prompt, token by token
+    )
+    watches: ClassVar[bool] = False  # `watch` is to see every step's attention
+    replays: ClassVar[bool] = False  # prompts are read twice before they are compressed: `minikv.replay`
+    shifts_sinks: ClassVar[bool] = (
+        False  # sinks are moved up to the others: positions may pass the trained length
+    )
 
     @abstractmethod
     def score(self, seen: Seen) -> Tensor:
@@ -105,9 +79,7 @@ class Scorer(ABC):
 class Full(Scorer):
     """The full cache: nothing is ever dropped."""
 
-    @property
-    def drops(self) -> bool:
-        return False
+    drops = False
 
     def score(self, seen: Seen) -> Tensor:
         return torch.zeros_like(seen.pos, dtype=torch.float32)
@@ -117,10 +89,7 @@ class Full(Scorer):
 class Refiner:
     """A second look at the scores once each head's budget is known; this one changes nothing."""
 
-    @property
-    def needs_attention(self) -> bool:
-        """Whether scores must be attention; see `Scorer.attention_scores`."""
-        return False
+    needs_attention: ClassVar[bool] = False  # scores must be attention; see `Scorer.attention_scores`
 
     def refine(self, scores: Tensor, budgets: Tensor, seen: Seen) -> Tensor:
         """`scores [B, H, n]` with protected candidates at +inf, `budgets [B, H]` -> scores."""
@@ -131,10 +100,7 @@ class Refiner:
 class HeadSplit:
     """A layer's budget over its KV heads; this one gives each the same."""
 
-    @property
-    def uniform(self) -> bool:
-        """Whether every head always gets the same, so that the layer can be stored as a rectangle."""
-        return True
+    uniform: ClassVar[bool] = True  # every head always gets the same, so the layer is a rectangle
 
     def split(self, scores: Tensor, budget: int, layer: int) -> Tensor:
         """`scores [B, H, n]`, budget per head on average -> int64 `[B, H]` summing to at most `H * budget`.

@@ -78,8 +78,8 @@ class Chat:
     def send(self, text: str, **options: Any) -> Generator[str, None, None]:
         """Stream the answer to a user message as pieces of text; options as in `generate`.
 
-        Stopping early (closing the iterator, or sending the next message) keeps what was said so far. Raises ValueError, with nothing
-        changed, if the turn does not fit into the context.
+        Stopping early (closing the iterator, or sending the next message) keeps what was said so far.
+        Raises ValueError, with nothing changed, if the turn does not fit into the context.
         """
         self.answering.close()
         how = Options(**{"max_new_tokens": self.max_new_tokens, **options})

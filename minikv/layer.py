@@ -66,16 +66,12 @@ class Layer(nn.Module):
             self.drop_one(new, q, pos, rows)
             return self.attend_kept(q, pos)
         self.put(new, rows)
-        kept = (
-            None
-            if self.ragged
-            else self.kept.tokens(self.kept.slots if rows.static else min(rows.used, self.kept.slots))
-        )
         fresh = self.fresh_tokens(rows.room if rows.static else rows.n_fresh + 1, rows)
         grouped = q[:, :, 0].unflatten(1, (self.sizes.heads, -1))  # [B, H, G, D]
         if self.ragged:
             y, p_kept, p_fresh = self.kept.attend(grouped, fresh, pos, self.window)
         else:
+            kept = self.kept.tokens(self.kept.slots if rows.static else rows.used)
             parts = self.shifted([kept, fresh], pos[:, 0])
             y, p = step_attention(grouped, [(t.k, t.v, t.pos) for t in parts], pos, self.window)
             p_kept, p_fresh = p.split([kept.pos.shape[2], fresh.pos.shape[2]], -1)
@@ -113,25 +109,26 @@ class Layer(nn.Module):
         A token's keys and values in this layer need nothing of this layer's cache, so the loop can stand
         here, inside the layer, and give exactly what feeding single tokens to the model would.
         """
-        head = slice(0, free)
         done = []
+
+        def taken(first: int, end: int) -> tuple[Tensor, Tokens, Tensor]:
+            at = slice(first, end)
+            return (
+                q[:, :, at],
+                self.arrived(k[:, :, at], v[:, :, at], pos[:, at], rows.tokens[:, at]),
+                pos[:, at],
+            )
+
         if free:
-            past = joined(
-                [
-                    *self.held(rows),
-                    self.arrived(k[:, :, head], v[:, :, head], pos[:, head], rows.tokens[:, head]),
-                ]
-            )
-            done.append(self.attend_past(q[:, :, head], past, pos[:, head]))
-            self.compress(
-                [past], rows.last(pos[:, head]), rows, (pos[:, head] >= 0).any(1), q[:, :, head], pos[:, head]
-            )
+            query, new, place = taken(0, free)
+            parts = [*self.held(rows), new]
+            done.append(self.attend_past(query, joined(parts), place))
+            self.compress(parts, rows.last(place), rows, (place >= 0).any(1), query, place)
         for t in range(free, pos.shape[1]):
-            at = slice(t, t + 1)
-            self.remember(q[:, :, at], pos[:, at], rows)
-            new = self.arrived(k[:, :, at], v[:, :, at], pos[:, at], rows.tokens[:, at])
-            self.drop_one(new, q[:, :, at], pos[:, at], rows)
-            done.append(self.attend_kept(q[:, :, at], pos[:, at]))
+            query, new, place = taken(t, t + 1)
+            self.remember(query, place, rows)
+            self.drop_one(new, query, place, rows)
+            done.append(self.attend_kept(query, place))
         return torch.cat(done, dim=2)
 
     def attend_kept(self, q: Tensor, pos: Tensor) -> Tensor:
@@ -159,17 +156,16 @@ class Layer(nn.Module):
         held = (fresh_pos >= 0).sum(-1) + (self.kept.count if self.ragged else (self.kept.pos >= 0).sum(-1))
         share = 1 / held.clamp(min=1)[..., None]  # [B, H, 1]
         now, score = pos[:, :, None], self.policy.score
-        n = p_fresh.shape[-1]
-        fresh = {name: self.get_buffer(f"fresh_{name}")[:, :, :n] for name in self.statistics}
+        fresh = {
+            name: self.get_buffer(f"fresh_{name}")[:, :, : p_fresh.shape[-1]] for name in self.statistics
+        }
         score.watch(fresh, p_fresh.mean(2), share, now)
         if self.ragged:
             pool = {name: x[:, None] for name, x in self.kept.state.items()}
             score.watch(pool, p_kept.mean(-1)[:, None], self.kept.of_owner(share[..., 0])[:, None], now)
         else:
-            n = p_kept.shape[-1]
-            score.watch(
-                {name: x[:, :, :n] for name, x in self.kept.state.items()}, p_kept.mean(2), share, now
-            )
+            kept = {name: x[:, :, : p_kept.shape[-1]] for name, x in self.kept.state.items()}
+            score.watch(kept, p_kept.mean(2), share, now)
 
     # Compression.
 
@@ -270,7 +266,7 @@ class Layer(nn.Module):
         return self.queries.float().scatter(3, slot, q.gather(3, index))
 
     def held(self, rows: Rows) -> list[Tokens]:
-        return [self.kept.tokens(min(rows.used, self.kept.slots)), self.fresh_tokens(rows.n_fresh, rows)]
+        return [self.kept.tokens(rows.used), self.fresh_tokens(rows.n_fresh, rows)]
 
     def fresh_tokens(self, n: int, rows: Rows) -> Tokens:
         pos = rows.fresh_pos[:, None, :n].expand(-1, self.sizes.heads, -1)

@@ -225,12 +225,13 @@ def _parse_part(word: str) -> tuple[str, object]:
         return name, kind()
     if not rest.endswith(")"):
         raise ValueError(f"policy {word!r} lacks its closing bracket")
-    known = get_type_hints(kind)
+    hints = get_type_hints(kind)
+    known = {f.name: hints[f.name] for f in fields(kind)}
     arguments: dict[str, object] = {}
     for pair in filter(None, (p.strip() for p in re.split(r",(?![^(]*\))", rest[:-1]))):
         key, equals, text = (side.strip() for side in pair.partition("="))
         if not equals or key not in known or key in arguments:
-            takes = ", ".join(f.name for f in fields(kind)) or "no keywords"
+            takes = ", ".join(known) or "no keywords"
             raise ValueError(f"policy {word!r}: {pair!r} is not understood; {name} takes {takes}, each once")
         try:
             value = ast.literal_eval(text)

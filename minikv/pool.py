@@ -3,6 +3,7 @@
 Both hold keys, values, true positions (-1: empty slot) and a scorer's statistics, and are written in place.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,12 +24,14 @@ class Tokens:
     pos: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        """The same change made to every tensor."""
+        k, v, pos = change(self.k), change(self.v), change(self.pos)
+        return Tokens(k, v, pos, {name: change(x) for name, x in self.state.items()})
+
     def gather(self, index: Tensor) -> "Tokens":
         """The tokens at `index [B, H, m]`."""
-        return Tokens(
-            *(pick(x, index) for x in (self.k, self.v, self.pos)),
-            {n: pick(x, index) for n, x in self.state.items()},
-        )
+        return self.each(lambda x: pick(x, index))
 
     def in_order(self) -> "Tokens":
         """Sorted by position, empty ones last."""
@@ -155,17 +158,10 @@ class RaggedPool(Slots):
         width = int(self.count.max()) if n else 0
         slot = torch.arange(width, device=self.pos.device)
         index = (self.start[..., None] + slot).clamp(max=self.total - 1)  # [B, H, width]
-        flat = Tokens(
-            *(self.store.decode(self.coded(w))[:, None] for w in "kv"),
-            self.pos[:, None],
-            {n: x[:, None] for n, x in self.state.items()},
-        )
-        found = flat.gather(index.flatten(1)[:, None])
-        lead = index.shape
-        found = Tokens(
-            *(x.view(*lead, *x.shape[3:]) for x in (found.k, found.v, found.pos)),
-            {n: x.view(*lead, *x.shape[3:]) for n, x in found.state.items()},
-        )
+        k, v = (self.store.decode(self.coded(which)) for which in "kv")
+        # The pool as one long head: [B, 1, N, ...]
+        flat = Tokens(k, v, self.pos, self.state).each(lambda x: x[:, None])
+        found = flat.gather(index.flatten(1)[:, None]).each(lambda x: x.view(*index.shape, *x.shape[3:]))
         return replace(found, pos=torch.where(slot < self.count[..., None], found.pos, -1))
 
     def attend(
@@ -190,10 +186,7 @@ class RaggedPool(Slots):
         index.scatter_(1, slot, torch.arange(heads * n, device=slot.device).expand_as(slot))
         index = index[:, : self.total]
         filled = index < heads * n
-        flat = Tokens(
-            *(x.flatten(1, 2)[:, None] for x in (found.k, found.v, found.pos)),
-            {n: x.flatten(1, 2)[:, None] for n, x in found.state.items()},
-        )
+        flat = found.each(lambda x: x.flatten(1, 2)[:, None])  # [B, 1, H * n, ...]
         kept = flat.gather(index.clamp(max=heads * n - 1)[:, None])
         write(self.pos, torch.where(filled, kept.pos[:, 0], -1), rows)
         for old, new in self.pairs(kept):

@@ -7,11 +7,9 @@ To be read beside scripts/bench_prefill.py, which measures ours in the same way.
 """
 
 import argparse
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,7 +19,7 @@ import torch
 import transformers
 
 from models.hub import find
-from scripts.command_line import Parser
+from scripts.command_line import Parser, print_seconds
 
 PRESSES = {
     "snapkv": lambda r: kvpress.SnapKVPress(r, window_size=32, kernel_size=7),
@@ -67,12 +65,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     times = measure(args)
-    full = median(times["full"])
-    print(f"kvpress {args.tokens} tokens, budget {args.budget}, {args.repeat} rounds, median (fewest, most)")
-    for name, took in times.items():
-        extra = 100 * (median(took) / full - 1)
-        print(f"{name:20} {median(took):7.2f} s ({min(took):.2f}, {max(took):.2f})  {extra:+6.1f} %")
-    print(json.dumps(dict(settings=vars(args), threads=torch.get_num_threads(), seconds=times)))
+    print_seconds("kvpress", times, vars(args))
     return 0
 
 

@@ -8,10 +8,8 @@ Rounds visit all policies in turn, so that drift of the machine hits them alike.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,7 +20,7 @@ from rich.progress import track
 from minikv import METHODS, CompressedKVCache
 from minikv.generate import prefill, wait_for
 from models import load_model, random_model
-from scripts.command_line import Parser
+from scripts.command_line import Parser, print_seconds
 
 SKIPPED = ("hashevict", "kvzip")  # thousands of small steps, and a second reading: name them to have them
 
@@ -79,14 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    full = median(times["full"])
-    print(
-        f"prefill of {args.tokens} tokens, budget {args.budget}, {args.repeat} rounds, median (fewest, most)"
-    )
-    for name, took in times.items():
-        extra = 100 * (median(took) / full - 1)
-        print(f"{name:20} {median(took):7.2f} s ({min(took):.2f}, {max(took):.2f})  {extra:+6.1f} %")
-    print(json.dumps(dict(settings=vars(args), threads=torch.get_num_threads(), seconds=times)))
+    print_seconds("prefill", times, vars(args))
     return 0
 
 

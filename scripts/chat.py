@@ -29,7 +29,7 @@ from dataclasses import replace
 from minikv import Chat, CompressedKVCache, Policy
 from minikv.step import CompiledStep, step
 from models import load_model, load_tokenizer
-from scripts.command_line import Parser
+from scripts.command_line import Parser, with_token_kinds
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -264,6 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         policy, budget = choose_policy(args)
         text = prompt_text(args)
         tok = load_tokenizer(args.model)
+        policy = with_token_kinds(policy, tok)
         model = load_model(args.model, args.device, args.dtype)
         cache = CompressedKVCache.for_model(
             model, policy, budget=budget, room=args.room, context=args.context

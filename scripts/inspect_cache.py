@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from minikv import CompressedKVCache
+from minikv import CompressedKVCache, Policy
 from minikv.generate import prefill
 from models import load_model, load_tokenizer
-from scripts.command_line import Parser
+from scripts.command_line import Parser, with_token_kinds
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -90,7 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         message = {"role": "user", "content": args.prompt_file.read_text(encoding="utf-8")}
         ids = tok.chat([message])
         model = load_model(args.model, args.device, args.dtype)
-        cache = CompressedKVCache.for_model(model, args.policy, budget=args.budget)
+        policy = with_token_kinds(Policy.parse(args.policy), tok)
+        cache = CompressedKVCache.for_model(model, policy, budget=args.budget)
         cache.check_fits(len(ids))
         with torch.no_grad():
             prefill(model, [ids], cache, args.chunk)

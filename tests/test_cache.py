@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from kernels.attend import step_attention
 from minikv import METHODS, CompressedKVCache, generate
 from tests.conftest import make_toy, small, small_or_none
 from tests.oracle import MaskedDense
@@ -291,3 +292,26 @@ def test_a_prompt_in_chunks_stays_within_budget_and_chunk(name, toy):
     assert cache.nbytes == size
     if policy.score.drops:
         assert max(len(h) for h in cache.kept(0)[0]) <= 2 * (24 + 4)
+
+
+def test_compressing_after_very_many_steps_is_compressing_after_prompts_only(toy):
+    ids = tokens(1)
+    policy = small(METHODS["snapkv"], 0)
+    prompts, rarely = (
+        CompressedKVCache.for_model(toy, replace(policy, every=every), budget=12, room=4)
+        for every in (0, 1000)
+    )
+    assert torch.equal(feed(toy, prompts, ids), feed(toy, rarely, ids))
+    assert prompts.kept(1) == rarely.kept(1)
+
+
+def test_the_order_of_slots_does_not_matter_to_attention():
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, 2, 20, 16, generator=generator) for _ in range(2))
+    q, pos = torch.randn(1, 2, 3, 16, generator=generator), torch.arange(20).expand(1, 2, 20)
+    order = torch.randperm(20, generator=generator)
+    straight, _ = step_attention(q, [(k, v, pos)], torch.tensor([[19]]), 12)
+    mixed, _ = step_attention(
+        q, [(k[:, :, order], v[:, :, order], pos[:, :, order])], torch.tensor([[19]]), 12
+    )
+    assert_close(straight, mixed, atol=1e-6, rtol=1e-5)

@@ -22,13 +22,11 @@ class AdaKV(HeadSplit):
 
     floor: float = 0.2
 
+    uniform = False
+
     def __post_init__(self):
         if not 0 <= self.floor <= 1:
             raise ValueError(f"adakv needs a floor from 0 to 1, not {self.floor}")
-
-    @property
-    def uniform(self) -> bool:
-        return False
 
     def split(self, scores: Tensor, budget: int, layer: int) -> Tensor:
         """Among equal scores the earlier candidate wins, then the lower head."""

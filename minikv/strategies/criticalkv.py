@@ -30,15 +30,13 @@ class CriticalKV(Refiner):
     alpha: float = 0.25
     epsilon: float = 1e-4
 
+    needs_attention = True
+
     def __post_init__(self):
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"criticalkv needs alpha from 0 to 1, not {self.alpha}")
         if self.epsilon < 0:
             raise ValueError(f"criticalkv needs epsilon of 0 or more, not {self.epsilon}")
-
-    @property
-    def needs_attention(self) -> bool:
-        return True
 
     def refine(self, scores: Tensor, budgets: Tensor, seen: Seen) -> Tensor:
         # What a scorer keeps by itself, as ExpectedAttention its sinks, comes as the largest number there is.
@@ -57,11 +55,10 @@ def output_norm(seen: Seen) -> Tensor:
     One query head at a time: at most `[B, n, C]` exists at once.
     """
     v, (_, heads, group, _) = seen.v, seen.wo.shape
-    norms = [
-        sum(
-            torch.linalg.vector_norm(v[:, h] @ seen.wo[:, h, g].mT, 1, dim=-1, dtype=torch.float32)
-            for g in range(group)
-        )
-        for h in range(heads)
-    ]
+
+    def norm(head: int, g: int) -> Tensor:
+        # A contiguous matrix halves the time of the product on a CPU.
+        return (v[:, head] @ seen.wo[:, head, g].mT.contiguous()).abs().sum(-1, dtype=torch.float32)
+
+    norms = [sum(norm(head, g) for g in range(group)) for head in range(heads)]
     return torch.stack(norms, dim=1) / group

@@ -26,16 +26,14 @@ class DuoAttention(HeadSplit):
     sparsity: float = 0.5
     stream: int = 36
 
+    uniform = False
+
     def __post_init__(self):
         if not 0 <= self.sparsity <= 1:
             raise ValueError(f"duoattention: sparsity is a share from 0 to 1, not {self.sparsity}")
         if self.stream < 1:
             raise ValueError(f"duoattention: a streaming head holds at least 1 token, not {self.stream}")
         object.__setattr__(self, "table", read_scores(self.scores))
-
-    @property
-    def uniform(self) -> bool:
-        return False
 
     def streaming(self) -> set[tuple[int, int]]:
         """(layer, KV head) of those that stream; of equal scores the lower layer and head does."""

@@ -44,6 +44,9 @@ class FastGen(Scorer, HeadSplit):
     special: tuple[int, ...] = ()
     punctuation: tuple[int, ...] = ()
 
+    watches = True
+    uniform = False
+
     def __post_init__(self):
         for name in ("recovery", "heavy", "local"):
             if not 0 <= getattr(self, name) <= 1:
@@ -54,23 +57,18 @@ class FastGen(Scorer, HeadSplit):
             if not isinstance(getattr(self, name), tuple):
                 raise ValueError(f"fastgen: {name} takes ids as in (1, 2) or (1,), not {getattr(self, name)}")
 
-    @property
-    def watches(self) -> bool:
-        return True
-
-    @property
-    def uniform(self) -> bool:
-        return False
-
     def state(self, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {"received": ((), torch.float32), "kind": ((), torch.uint8)}
+        sums = {name: ((), torch.float32) for name in ("received", "got", "near")}
+        return {**sums, "kind": ((), torch.uint8)}
 
     def enter(self, k: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         kind = torch.where(among(tokens, self.special), 1, 2 * among(tokens, self.punctuation))  # [B, T]
         return {**super().enter(k, tokens), "kind": kind.to(torch.uint8)[:, None].expand(k.shape[:3])}
 
     def absorb(self, seen: Seen) -> dict[str, Tensor]:
-        return {**seen.state, "received": seen.state["received"] + seen.received()}
+        got, near = profile(seen, self.local * (seen.last[:, None, None] + 1))
+        received = seen.state["received"] + got
+        return {"received": received, "got": got, "near": near, "kind": seen.state["kind"]}
 
     def watch(self, state: dict[str, Tensor], p: Tensor, share: Tensor, now: Tensor) -> None:
         state["received"].add_(p)
@@ -92,7 +90,7 @@ class FastGen(Scorer, HeadSplit):
         if seen.new_q is None:
             got, near = received * seen.valid, received * window
         else:
-            got, near = profile(seen, self.local * length)
+            got, near = seen.state["got"], seen.state["near"]
         special = seen.valid & ((seen.pos < self.first) | (kind == 1))
         marks = special | (seen.valid & (kind == 2))
         others = importance.masked_fill(marks | ~seen.valid, -1.0)

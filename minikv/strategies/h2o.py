@@ -26,13 +26,8 @@ class H2O(Scorer):
 
     normalise: bool = False
 
-    @property
-    def attention_scores(self) -> bool:
-        return True
-
-    @property
-    def watches(self) -> bool:
-        return True
+    attention_scores = True
+    watches = True
 
     def state(self, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"received": ((), torch.float32)}

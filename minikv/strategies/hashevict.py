@@ -35,6 +35,8 @@ class HashEvict(Scorer):
     seed: int = 0
     prompt: str = "token"
 
+    before = True
+
     def __post_init__(self):
         if not 1 <= self.bits <= 64:
             raise ValueError(f"hashevict codes have 1 to 64 bits, not {self.bits}")
@@ -46,10 +48,6 @@ class HashEvict(Scorer):
     @property
     def n_queries(self) -> int:
         return 1 if self.probe == "query" else 0
-
-    @property
-    def before(self) -> bool:
-        return True
 
     @property
     def one_by_one(self) -> bool:

@@ -32,16 +32,14 @@ class HeadKV(HeadSplit, LayerSplit):
     beta: float = 1.5
     guarded: int = 36
 
+    uniform = False
+
     def __post_init__(self):
         if self.beta < 1:
             raise ValueError(f"headkv: beta is 1 (all by score) or more (evenly), not {self.beta}")
         if self.guarded < 0:
             raise ValueError(f"headkv: guarded is 0 tokens or more, not {self.guarded}")
         object.__setattr__(self, "table", read_scores(self.scores))
-
-    @property
-    def uniform(self) -> bool:
-        return False
 
     def weights(self) -> list[list[float]]:
         """What each head gets of the budget beyond `guarded`; the mean over the model is 1."""

@@ -32,18 +32,13 @@ class KVzip(Scorer):
     lead: int = 8
     sinks: int = 4
 
+    replays = True
+    watches = True
+
     def __post_init__(self):
         for name, least in (("chunk", 2), ("lead", 0), ("sinks", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"kvzip needs {name} of {least} or more, not {getattr(self, name)}")
-
-    @property
-    def replays(self) -> bool:
-        return True
-
-    @property
-    def watches(self) -> bool:
-        return True
 
     def state(self, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"peak": ((), torch.float32)}

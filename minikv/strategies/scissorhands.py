@@ -29,13 +29,11 @@ class Scissorhands(Scorer):
 
     history: int = 400
 
+    watches = True
+
     def __post_init__(self):
         if self.history < 1:
             raise ValueError(f"scissorhands needs a history of at least 1 step, not {self.history}")
-
-    @property
-    def watches(self) -> bool:
-        return True
 
     def state(self, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"votes": ((-(-self.history // 8),), torch.uint8), "cast": ((), torch.int32)}

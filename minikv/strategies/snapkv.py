@@ -25,6 +25,8 @@ class SnapKV(Scorer):
     kernel: int = 7
     pool: str = "max"
 
+    attention_scores = True
+
     def __post_init__(self):
         if self.window < 1:
             raise ValueError(f"snapkv needs a window of at least 1 query, not {self.window}")
@@ -35,10 +37,6 @@ class SnapKV(Scorer):
             )
         if self.pool not in ("max", "avg"):
             raise ValueError(f'snapkv pools by "max" or "avg", not {self.pool!r}')
-
-    @property
-    def attention_scores(self) -> bool:
-        return True
 
     @property
     def n_queries(self) -> int:

@@ -23,13 +23,8 @@ from minikv.seen import Seen
 class TOVA(Scorer):
     """Attention of the last query, mean over all heads of the layer."""
 
-    @property
-    def attention_scores(self) -> bool:
-        return True
-
-    @property
-    def n_queries(self) -> int:
-        return 1
+    attention_scores = True
+    n_queries = 1
 
     def score(self, seen: Seen) -> Tensor:
         votes = seen.attention(1).sum(3).mean((1, 2))  # [B, n]
