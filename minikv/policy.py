@@ -112,7 +112,8 @@ class Policy:
     def parse(text: str) -> "Policy":
         """`"snapkv(window=16)"`: names of METHODS or strategies joined by `+`, each filling one axis.
 
-        Raises ValueError naming the word that is unknown, malformed or given twice for one axis.
+        A per-step method with heads of different lengths drops whenever the room is full instead. Raises
+        ValueError naming the word that is unknown, malformed or given twice for one axis.
         """
         parts = [_parse_part(word.strip()) for word in text.split("+")]
         chosen: dict[str, object] = {}
@@ -127,6 +128,8 @@ class Policy:
         # A single name is the published method; of several, the scorer brings its guards and trigger.
         base = METHODS.get(parts[0][0]) if len(parts) == 1 else None
         base = base or METHODS[named.get("score", "snapkv")]
+        if "heads" in chosen and not chosen["heads"].uniform and base.every == 1:
+            chosen["every"] = None
         return replace(base, **chosen)
 
 

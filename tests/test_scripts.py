@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import inspect_cache
 from scripts.chat import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,3 +182,27 @@ def test_the_interactive_commands(toy_dir, tmp_path):
     talk = json.loads(saved.read_text())
     assert [m["role"] for m in talk] == ["user", "assistant"] * 2
     assert talk[2]["content"] == "a document\n\nwhat is it?"
+
+
+def test_a_document_is_compressed_once_and_asked_again(toy_dir, tmp_path, chat):
+    document, file = tmp_path / "long.txt", tmp_path / "report.cache"
+    document.write_text("the quick brown fox " * 8)
+    flags = ("--model", toy_dir, "--temperature", 0, "--max-new-tokens", 4)
+    first = chat(*flags, "--prompt-file", document, "--budget", 40, "--policy", "adakv", "--save-cache", file)
+    assert first.returncode == 0 and file.is_file()
+    again = chat(*flags, "--load-cache", file, "--prompt", "and?", "--stats")
+    assert again.returncode == 0
+    assert int(again.stderr.split("prompt ")[1].split()[0]) < 40  # the document is not read again
+    broken = chat(*flags, "--load-cache", document, "--prompt", "and?")
+    assert (broken.returncode, len(broken.stderr.splitlines())) == (2, 1)
+
+
+def test_what_a_policy_keeps_can_be_seen(toy_dir, tmp_path, capsys):
+    document, picture = tmp_path / "long.txt", tmp_path / "kept.png"
+    document.write_text("the quick brown fox " * 8)
+    flags = ["--model", str(toy_dir), "--prompt-file", str(document), "--budget", "40"]
+    assert inspect_cache.main([*flags, "--policy", "snapkv+adakv", "--out", str(picture), "--text"]) == 0
+    out = capsys.readouterr().out
+    assert "40 of" in out and "quick" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert inspect_cache.main([*flags, "--policy", "nonsense", "--text"]) == 2
