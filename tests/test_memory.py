@@ -39,7 +39,9 @@ def largest(model, policy, n: int) -> int:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_no_tensor_grows_with_the_square_of_the_prompt(name, long_toy):
-    small, big = (largest(long_toy, METHODS[name], n) for n in (512, 1024))
+    # HashEvict takes a prompt token by token, which is slow to watch.
+    lengths = (128, 256) if name == "hashevict" else (512, 1024)
+    small, big = (largest(long_toy, METHODS[name], n) for n in lengths)
     assert big < 2.3 * small
 
 
