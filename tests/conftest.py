@@ -1,6 +1,7 @@
 """Toy models of two layers, a toy checkpoint folder with a tokenizer, and the real model's folder."""
 
 import json
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -65,13 +66,9 @@ def small_or_none(policy: Policy, every: int | None) -> Policy | None:
         return None
 
 
-@pytest.fixture(autouse=True)
-def threads(request):
-    """Toy tensors are too small to share between threads; only the real model gains by it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if request.node.get_closest_marker("slow") else 1)
-    yield
-    torch.set_num_threads(before)
+# Tests run in two processes (see pyproject.toml); more threads than cores would make each wait for the other.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # also in the scripts that tests start
 
 
 @pytest.fixture(scope="session")
