@@ -1,5 +1,8 @@
 """Attention over a cache, in plain torch: one token against its slots, or a chunk against past and itself."""
 
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,46 +26,64 @@ def masked_softmax(logits: Tensor, ok: Tensor) -> Tensor:
     return torch.where(ok, logits, lowest).softmax(-1) * ok
 
 
+class Stretch(Protocol):
+    """Some slots that a token attends to, however they are stored. `...` is `[B, H]`, or `[B, blocks]` of a pool."""
+
+    pos: Tensor  # [..., n] true positions, -1 where a slot is empty
+
+    def dot(self, q: Tensor) -> Tensor:
+        """q float32 `[..., G, D]` -> logits `[..., G, n]`."""
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """weights float32 `[..., G, n]` -> their sum of values, `[..., G, D]`."""
+
+
+class Plain(NamedTuple):
+    """A stretch of keys and values `[..., n, D]` as they are."""
+
+    k: Tensor
+    v: Tensor
+    pos: Tensor
+
+    def dot(self, q: Tensor) -> Tensor:
+        return q @ self.k.float().mT
+
+    def mix(self, weights: Tensor) -> Tensor:
+        return weights @ self.v.float()
+
+
 def step_attention(
-    q: Tensor,
-    parts: list[tuple[Tensor, Tensor, Tensor]],
-    q_pos: Tensor,
-    window: int | None,
+    q: Tensor, stretches: Sequence[Stretch], q_pos: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """One token's attention over several stretches of slots, as if they were one.
 
-    q `[B, H, G, D]`, each part (k `[B, H, n, D]`, v `[B, H, n, D]`, pos `[B, H, n]`), q_pos `[B, 1]` ->
-    y `[B, H, G, D]` and the probabilities, float32 `[B, H, G, sum of n]`. Logits are joined, keys and
-    values never are; all arithmetic is float32.
+    q `[B, H, G, D]`, q_pos `[B, 1]` -> y `[B, H, G, D]` and the probabilities, float32 `[B, H, G, sum of n]`.
+    Logits are joined, keys and values never are; all arithmetic is float32.
     """
     scaled = q.float() * q.shape[-1] ** -0.5
-    logits = torch.cat([scaled @ k.float().mT for k, _, _ in parts], dim=-1)  # [B, H, G, n]
-    pos = torch.cat([pos for _, _, pos in parts], dim=-1)  # [B, H, n]
+    logits = torch.cat([part.dot(scaled) for part in stretches], dim=-1)  # [B, H, G, n]
+    pos = torch.cat([part.pos for part in stretches], dim=-1)  # [B, H, n]
     ok = visible(pos, q_pos[:, None], window)
     p = masked_softmax(logits, ok[:, :, None])
-    sizes = [k.shape[2] for k, _, _ in parts]
-    y = [share @ v.float() for share, (_, v, _) in zip(p.split(sizes, -1), parts, strict=True)]
+    shares = p.split([part.pos.shape[-1] for part in stretches], -1)
+    y = [part.mix(share) for part, share in zip(stretches, shares, strict=True)]
     return sum(y).to(q.dtype), p
 
 
 def pool_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
+    pool: Stretch,
     owner: Tensor,
-    fresh_k: Tensor,
-    fresh_v: Tensor,
-    fresh_pos: Tensor,
+    others: Sequence[Stretch],
     q_pos: Tensor,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One token's attention over a pool whose blocks belong to heads, and over its fresh tokens.
+    """One token's attention over a pool whose blocks belong to heads, and over other stretches.
 
-    q `[B, H, G, D]`; k, v `[B, N, D]`, pos `[B, N]`, owner `[B, N / block]` the head of each block; fresh_k,
-    fresh_v `[B, H, r, D]`, fresh_pos `[B, H, r]`; q_pos `[B, 1]` -> y `[B, H, G, D]` and the probabilities of
-    pool `[B, N, G]` and fresh slots `[B, H, G, r]`, float32. Each block is one multiply-and-sum with its
-    head's queries, whatever the split, and heads gather their blocks' partial sums.
+    q `[B, H, G, D]`; pool, a stretch `[B, blocks, slots of a block]`; owner `[B, blocks]`, the head of each
+    block; others `[B, H, n]`; q_pos `[B, 1]` -> y `[B, H, G, D]` and the probabilities of pool
+    `[B, N, G]` and others `[B, H, G, sum of n]`, float32. Each block is one product with its head's
+    queries, whatever the split, and heads gather their blocks' partial sums.
     """
     batch, heads, group, d = q.shape
     blocks = owner.shape[1]
@@ -77,22 +98,23 @@ def pool_attention(
         index = owner.view(batch, blocks, *(1 for _ in x.shape[2:])).expand_as(x)
         return x.new_zeros(batch, heads, *x.shape[2:]).scatter_add(1, index, x)
 
-    ok = visible(pos, q_pos, window).view(batch, blocks, 1, -1)  # [B, blocks, 1, slots of a block]
-    logits = of_owner(scaled) @ k.float().view(batch, blocks, -1, d).mT  # [B, blocks, G, slots]
-    logits = torch.where(ok, logits, lowest)
-    fresh_ok = visible(fresh_pos, q_pos[:, None], window)[:, :, None]  # [B, H, 1, r]
-    fresh_logits = torch.where(fresh_ok, scaled @ fresh_k.float().mT, lowest)  # [B, H, G, r]
-    top = fresh_logits.amax(-1)
+    ok = visible(pool.pos, q_pos[:, None], window)[:, :, None]  # [B, blocks, 1, slots of a block]
+    logits = torch.where(ok, pool.dot(of_owner(scaled)), lowest)  # [B, blocks, G, slots]
+    other_pos = torch.cat([part.pos for part in others], dim=-1)
+    other_ok = visible(other_pos, q_pos[:, None], window)[:, :, None]  # [B, H, 1, n]
+    other_logits = torch.where(other_ok, torch.cat([part.dot(scaled) for part in others], -1), lowest)
+    top = other_logits.amax(-1)
     index = owner[..., None].expand(batch, blocks, group)
     top = top.scatter_reduce(1, index, logits.amax(-1), "amax")  # [B, H, G]
     weights = (logits - of_owner(top)[..., None]).exp() * ok
-    fresh_weights = (fresh_logits - top[..., None]).exp() * fresh_ok
-    mass = by_owner(weights.sum(-1)) + fresh_weights.sum(-1)  # [B, H, G], 0 where nothing is seen
+    other_weights = (other_logits - top[..., None]).exp() * other_ok
+    mass = by_owner(weights.sum(-1)) + other_weights.sum(-1)  # [B, H, G], 0 where nothing is seen
     scale = torch.where(mass > 0, 1 / mass, 0)
     p = weights * of_owner(scale)[..., None]
-    fresh_p = fresh_weights * scale[..., None]
-    y = by_owner(p @ v.float().view(batch, blocks, -1, d)) + fresh_p @ fresh_v.float()
-    return y.to(q.dtype), p.mT.flatten(1, 2), fresh_p
+    other_p = other_weights * scale[..., None]
+    shares = other_p.split([part.pos.shape[-1] for part in others], -1)
+    y = by_owner(pool.mix(p)) + sum(part.mix(share) for part, share in zip(others, shares, strict=True))
+    return y.to(q.dtype), p.mT.flatten(1, 2), other_p
 
 
 def causal_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

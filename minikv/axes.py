@@ -6,14 +6,15 @@
 | refine | a second look once head budgets are known | `Refiner`: none       |
 | heads  | a layer's budget over its KV heads        | `HeadSplit`: evenly   |
 | layers | the model's budget over its layers        | `LayerSplit`: evenly  |
-| store  | how a survivor is represented             | `Codec`: as it is     |
+| store  | how a survivor is represented             | `Store`: as it is     |
 
 Budgets are tokens per KV head per layer, on average.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,20 +121,122 @@ class LayerSplit:
         return [budget] * n_layers
 
 
+def rank(scores: Tensor) -> Tensor:
+    """Place of each candidate in descending order, 0 is best; equal scores keep their order. `[B, H, n]`."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)
+
+
+Fixed = Mapping[str, Tensor]  # numbers a codec needs beside the codes
+
+
 @dataclass(frozen=True)
 class Codec:
-    """How keys and values are stored; this one stores them as they are."""
+    """How keys, or values, are written into slots; this one writes them as they are.
+
+    Products take and give float32. `...` is batch and KV head, or batch and block of a ragged pool.
+    """
+
+    exact: ClassVar[bool] = True  # decoding gives back what was encoded
+    span: ClassVar[int] = 1  # neighbouring slots that share numbers and so are written together
 
     def buffers(
         self, lead: tuple[int, ...], head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> dict[str, Tensor]:
-        """Zeroed storage for `[*lead, head_dim]`: name -> tensor with the same leading axes."""
+        """Zeroed storage for slots `lead`: name -> `[*lead, ...]`, or one entry for each span of slots."""
         return {"x": torch.zeros(*lead, head_dim, dtype=dtype, device=device)}
 
-    def encode(self, x: Tensor) -> dict[str, Tensor]:
-        """`x [B, H, n, D]` -> what `buffers` holds, by name."""
+    def constants(self, head_dim: int, device: torch.device) -> dict[str, Tensor]:
+        """Tensors that all layers share, such as a rotation."""
+        return {}
+
+    def fitted(self, head_dim: int) -> dict[str, tuple[int, ...]]:
+        """Numbers per sequence and KV head that its first tokens decide for good: name -> shape."""
+        return {}
+
+    def fit(self, x: Tensor, valid: Tensor, q: Tensor | None) -> dict[str, Tensor]:
+        """Those numbers, float32 `[B, H, ...]`: from x `[B, H, n, D]`, which of them are tokens `[B, H, n]`,
+        and the queries `[B, H, G, T, D]` of the same chunk, None where single tokens have filled the cache."""
+        return {}
+
+    def encode(self, x: Tensor, fixed: Fixed) -> dict[str, Tensor]:
+        """`x [..., n, D]` -> what `buffers` holds, by name."""
         return {"x": x}
 
-    def decode(self, parts: dict[str, Tensor]) -> Tensor:
-        """The inverse of `encode`, `[B, H, n, D]`."""
+    def decode(self, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
+        """The inverse of `encode` as far as it goes, `[..., n, D]`."""
         return parts["x"]
+
+    def dot(self, q: Tensor, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
+        """q `[..., G, D]` with stored keys -> `[..., G, n]`."""
+        return q @ parts["x"].float().mT
+
+    def mix(self, weights: Tensor, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
+        """Stored values summed with weights `[..., G, n]` -> `[..., G, D]`."""
+        return weights @ parts["x"].float()
+
+
+class Tier(NamedTuple):
+    """A number of slots per KV head and how they are written."""
+
+    slots: int
+    keys: Codec
+    values: Codec
+
+
+@dataclass(frozen=True)
+class Store:
+    """How survivors are represented; this one keeps them as they are."""
+
+    coded: ClassVar[bool] = False  # there is a second tier, of codes
+    span: ClassVar[int] = 1  # tokens coded together
+    tiers_by_score: ClassVar[bool] = False  # the scores, not recency, decide who is in the first tier
+    holds_all: ClassVar[bool] = (
+        False  # nothing is dropped, whatever the scorer: the scores decide on tiers only
+    )
+
+    def tiers(self, slots: int, sinks: int, head_dim: int) -> list[Tier]:
+        """A layer's slots per KV head, the exact ones first."""
+        return [Tier(slots, Codec(), Codec())]
+
+    def constants(self, head_dim: int, device: torch.device) -> dict[Codec, Fixed]:
+        """What the codecs share over all layers."""
+        codecs = {codec for tier in self.tiers(2**20, 0, head_dim) for codec in (tier.keys, tier.values)}
+        return {codec: codec.constants(head_dim, device) for codec in codecs}
+
+
+@dataclass(frozen=True)
+class Coded(Store):
+    """Sinks and the last `residual` tokens as they are, everything else in codes."""
+
+    residual: int = 32
+
+    coded = True
+
+    def __post_init__(self):
+        if self.residual < 0 or self.residual % self.span:
+            raise ValueError(f"residual={self.residual} must be a multiple of {self.span}, and not negative")
+
+    @abstractmethod
+    def codecs(self, head_dim: int) -> tuple[Codec, Codec]:
+        """Of keys and of values."""
+
+    def tiers(self, slots: int, sinks: int, head_dim: int) -> list[Tier]:
+        exact = sinks + self.residual
+        # Codes come in whole spans, so up to span - 1 more tokens wait among the exact ones.
+        coded = max(slots - exact, 0) // self.span * self.span
+        keys, values = self.codecs(head_dim)
+        return [Tier(min(slots, exact + self.span - 1), Codec(), Codec()), Tier(coded, keys, values)]
+
+    def first_tier(
+        self, survives: Tensor, pos: Tensor, sinks: int, scores: Tensor | None, settled: Tensor
+    ) -> Tensor:
+        """Which survivors (bool `[B, H, n]`, in order of position) go to the first tier.
+
+        scores `[B, H, n]`: where they decide; settled: tokens that are in the second tier already.
+        """
+        first = survives & (pos < sinks)
+        rest = survives & ~first
+        waiting = (survives.sum(-1, keepdim=True) - sinks - self.residual).clamp(min=0)
+        return first | (rest & (rest.cumsum(-1) > waiting // self.span * self.span))

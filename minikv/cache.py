@@ -39,8 +39,13 @@ class CompressedKVCache(nn.Module):
         self.note: dict[str, Any] | None = None  # what `save` was given beside the cache
         group = config.n_heads // config.n_kv_heads
         sizes = Sizes(batch, config.n_kv_heads, group, config.head_dim, embedding.dtype, embedding.device)
-        room = policy.every or room
-        self.rows = Rows(batch, room, policy.score.n_queries, not policy.heads.uniform, embedding.device)
+        # Codes that span tokens and to which others are only added start at multiples of their span.
+        aligned = policy.store.span > 1 and not policy.drops
+        room = policy.store.span if aligned else policy.every or room
+        self.rows = Rows(
+            batch, room, policy.score.n_queries, not policy.heads.uniform, embedding.device, aligned
+        )
+        constants = policy.store.constants(config.head_dim, embedding.device)
         self.layers = nn.ModuleList(
             Layer(
                 i,
@@ -51,6 +56,8 @@ class CompressedKVCache(nn.Module):
                 block.attention.wo.weight,
                 model.rope.turn,
                 self.rows,
+                constants,
+                limit,
             )
             for i, (budget, block) in enumerate(zip(budgets, model.layers, strict=True))
         )
@@ -80,7 +87,9 @@ class CompressedKVCache(nn.Module):
         limit = model.config.max_position
         if context is not None and context > limit:
             raise ValueError(f"a context of {context} tokens is more than the model's limit of {limit}")
-        if not policy.score.drops:
+        if not policy.drops and policy.store.coded:
+            budget = limit = min(budget, limit)
+        elif not policy.drops:
             budget = limit = context or min(DEFAULT_CONTEXT, limit)
         if policy.score.shifts_sinks:
             limit = UNLIMITED
@@ -187,9 +196,8 @@ class CompressedKVCache(nn.Module):
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Sorted original positions the layer holds, kept and fresh: rows of KV heads of positions."""
         held = self.layers[layer]
-        kept = held.kept.tokens(held.kept.slots).pos
         fresh = held.fresh_tokens(self.rows.room, self.rows).pos
-        pos = torch.cat((kept, fresh), dim=2)  # [B, H, n]
+        pos = torch.cat((*held.kept.positions(), fresh), dim=2)  # [B, H, n]
         return [[sorted(p for p in head if p >= 0) for head in row] for row in pos.tolist()]
 
     def reset(self) -> None:

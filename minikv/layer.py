@@ -6,9 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from kernels.attend import causal_chunk, chunk_attention, step_attention
+from kernels.attend import Plain, Stretch, causal_chunk, chunk_attention, step_attention
+from minikv.axes import Codec, Fixed
+from minikv.kept import Kept
 from minikv.policy import Policy
-from minikv.pool import Pool, RaggedPool, Sizes, Tokens, joined
+from minikv.pool import Sizes, Tokens, joined
 from minikv.rows import Rows, resized
 from minikv.seen import Seen
 
@@ -28,6 +30,8 @@ class Layer(nn.Module):
         wo: Tensor,
         turn: Turn,
         rows: Rows,
+        constants: dict[Codec, Fixed],
+        limit: int,
     ):
         super().__init__()
         self.index, self.sizes, self.policy, self.budget, self.window = index, sizes, policy, budget, window
@@ -36,13 +40,17 @@ class Layer(nn.Module):
         self.drops_before = policy.score.before and self.drops_each_step
         self.watches = policy.score.watches
         self.ragged = not policy.heads.uniform
+        # Slots come out of order where single ones are replaced, and where there are tiers.
+        self.disorders = self.drops_each_step or policy.store.coded
         self.turned_sinks = policy.sinks if policy.score.shifts_sinks else 0
         # Not registered: the model's weight and the model's rope are borrowed.
         self.borrowed: tuple[Tensor, Turn] = (wo, turn)
         # Beyond the model's own sliding window nothing is ever looked at again.
         slots = budget if window is None else min(budget, window)
         statistics = policy.score.state(sizes.head_dim)
-        self.kept = (RaggedPool if self.ragged else Pool)(sizes, slots, policy.store, statistics)
+        self.kept = Kept(sizes, slots, policy.store, policy.sinks, self.ragged, statistics, constants)
+        # Where nothing is ever dropped, codes that are there stay there and others are added behind them.
+        self.adds = policy.store.coded and not policy.drops and not self.ragged and slots == limit
         lead, like = (sizes.batch, sizes.heads), dict(dtype=sizes.dtype, device=sizes.device)
         self.register_buffer("fresh_k", torch.zeros(*lead, rows.room, sizes.head_dim, **like))
         self.register_buffer("fresh_v", torch.zeros(*lead, rows.room, sizes.head_dim, **like))
@@ -68,28 +76,42 @@ class Layer(nn.Module):
         self.put(new, rows)
         fresh = self.fresh_tokens(rows.room if rows.static else rows.n_fresh + 1, rows)
         grouped = q[:, :, 0].unflatten(1, (self.sizes.heads, -1))  # [B, H, G, D]
+        stretches = self.stretches(fresh, pos, rows)
+        share = self.share(rows) if self.watches else None
         if self.ragged:
-            y, p_kept, p_fresh = self.kept.attend(grouped, fresh, pos, self.window)
+            pool = self.kept.pools[-1]
+            y, p_pool, p = pool.attend(grouped, stretches, pos, self.window)
+            if self.watches:
+                self.watch_pool(p_pool, share, pos)
         else:
-            kept = self.kept.tokens(self.kept.slots if rows.static else rows.used)
-            parts = self.shifted([kept, fresh], pos[:, 0])
-            y, p = step_attention(grouped, [(t.k, t.v, t.pos) for t in parts], pos, self.window)
-            p_kept, p_fresh = p.split([kept.pos.shape[2], fresh.pos.shape[2]], -1)
+            y, p = step_attention(grouped, stretches, pos, self.window)
         if self.watches:
-            self.watch(p_kept, p_fresh, fresh.pos, pos)
+            self.watch(p, [part.pos.shape[2] for part in stretches], share, pos)
         if self.drops_each_step:
             self.drop_one(fresh, q, pos, rows)
         return y.flatten(1, 2)[:, :, None]
+
+    def stretches(self, fresh: Tokens, pos: Tensor, rows: Rows) -> list[Stretch]:
+        """What a token at `pos [B, 1]` attends to: each kept tier, and the fresh tokens last."""
+        used = self.kept.slots if rows.static else rows.used
+        found = [*self.kept.stretches(used), Plain(fresh.k, fresh.v, fresh.pos)]
+        if self.turned_sinks:
+            pool = self.kept.pools[0]
+            sinks = pool.tokens(pool.filled(used))
+            found[0] = Plain(
+                self.turned(sinks.k, [part.pos for part in found], pos[:, 0]), sinks.v, sinks.pos
+            )
+        return found
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rows: Rows) -> Tensor:
         """Several tokens: they attend, then kept, fresh and they are compressed. Shapes as in `step`, T tokens."""
         free = self.kept.slots - min(rows.used, self.kept.slots)
         if self.drops_before and self.policy.score.one_by_one and pos.shape[1] > free:
             return self.one_by_one(q, k, v, pos, rows, free)
-        parts = [*self.held(rows), self.arrived(k, v, pos, rows.tokens)]
-        y = self.attend_chunk(q, parts, pos, rows)
+        new = self.arrived(k, v, pos, rows.tokens)
+        y = self.attend_chunk(q, [*self.held(rows), new], pos, rows)
         self.remember(q, pos, rows)
-        self.compress(parts, rows.last(pos), rows, (pos >= 0).any(1), q, pos)
+        self.compress([*self.candidates(rows), new], rows.last(pos), rows, (pos >= 0).any(1), q, pos)
         return y
 
     def attend_chunk(self, q: Tensor, parts: list[Tokens], pos: Tensor, rows: Rows) -> Tensor:
@@ -98,7 +120,11 @@ class Layer(nn.Module):
         fits_window = self.window is None or pos.shape[1] <= self.window
         if rows.empty and rows.plain and fits_window:
             return causal_chunk(q, new.k, new.v)
-        return self.attend_past(q, joined(self.shifted(parts, rows.seen)), pos)
+        if self.turned_sinks:
+            first = parts[0]
+            k = self.turned(first.k, [t.pos for t in parts], rows.seen)
+            parts = [replace(first, k=k), *parts[1:]]
+        return self.attend_past(q, joined(parts), pos)
 
     def attend_past(self, q: Tensor, past: Tokens, pos: Tensor) -> Tensor:
         return chunk_attention(q, past.k, past.v, pos, past.pos, self.window)
@@ -133,45 +159,46 @@ class Layer(nn.Module):
 
     def attend_kept(self, q: Tensor, pos: Tensor) -> Tensor:
         """Attention where the new token is already among the kept ones."""
-        kept = self.kept.tokens(self.kept.slots)
         grouped = q[:, :, 0].unflatten(1, (self.sizes.heads, -1))
-        y, _ = step_attention(grouped, [(kept.k, kept.v, kept.pos)], pos, self.window)
+        y, _ = step_attention(grouped, self.kept.stretches(self.kept.slots), pos, self.window)
         return y.flatten(1, 2)[:, :, None]
 
-    def shifted(self, parts: list[Tokens], first: Tensor) -> list[Tokens]:
-        """The sinks moved next to what else is held, for a query at position `first [B]`; see StreamingLLM.
+    def turned(self, k: Tensor, pos: list[Tensor], now: Tensor) -> Tensor:
+        """The first stretch's keys with the sinks moved next to all else, for a query at `now [B]`; see StreamingLLM.
 
-        Sinks always are the first kept slots. Only they are too far away: the others follow each other.
+        pos: positions of everything held. Sinks always are the first kept slots, and exact. Only they are too
+        far away: the others follow each other.
         """
-        if not self.turned_sinks or parts[0].pos.shape[2] == 0:
-            return parts
-        held = sum((t.pos[:, 0] >= 0).logical_and(t.pos[:, 0] < first[:, None]).sum(1) for t in parts)  # [B]
-        n, kept = self.turned_sinks, parts[0]
-        by = (first - held)[:, None].expand(-1, min(n, kept.pos.shape[2]))
-        sinks = self.borrowed[1](kept.k[:, :, :n], by)
-        return [replace(kept, k=torch.cat((sinks, kept.k[:, :, n:]), 2)), *parts[1:]]
+        n = min(self.turned_sinks, k.shape[2])
+        held = sum((p[:, 0] >= 0).logical_and(p[:, 0] < now[:, None]).sum(1) for p in pos)  # [B]
+        sinks = self.borrowed[1](k[:, :, :n], (now - held)[:, None].expand(-1, n))
+        return torch.cat((sinks, k[:, :, n:]), 2)
 
-    def watch(self, p_kept: Tensor, p_fresh: Tensor, fresh_pos: Tensor, pos: Tensor) -> None:
-        """Show a watching scorer the step's attention: `[B, H, G, n]`, of a ragged pool `[B, N, G]`."""
-        held = (fresh_pos >= 0).sum(-1) + (self.kept.count if self.ragged else (self.kept.pos >= 0).sum(-1))
-        share = 1 / held.clamp(min=1)[..., None]  # [B, H, 1]
-        now, score = pos[:, :, None], self.policy.score
-        fresh = {
-            name: self.get_buffer(f"fresh_{name}")[:, :, : p_fresh.shape[-1]] for name in self.statistics
-        }
-        score.watch(fresh, p_fresh.mean(2), share, now)
-        if self.ragged:
-            pool = {name: x[:, None] for name, x in self.kept.state.items()}
-            score.watch(pool, p_kept.mean(-1)[:, None], self.kept.of_owner(share[..., 0])[:, None], now)
-        else:
-            kept = {name: x[:, :, : p_kept.shape[-1]] for name, x in self.kept.state.items()}
-            score.watch(kept, p_kept.mean(2), share, now)
+    def share(self, rows: Rows) -> Tensor:
+        """1 / number of tokens that each head holds, `[B, H, 1]`."""
+        held = self.kept.count() + (rows.fresh_pos >= 0).sum(-1, keepdim=True)
+        return 1 / held.clamp(min=1)[..., None]
+
+    def watch(self, p: Tensor, sizes: list[int], share: Tensor, pos: Tensor) -> None:
+        """Show a watching scorer the step's attention, `[B, H, G, n]`: to each tier and to the fresh tokens."""
+        states = [pool.state for pool in self.kept.pools[: len(sizes) - 1]]
+        states.append({name: self.get_buffer(f"fresh_{name}") for name in self.statistics})
+        for state, part in zip(states, p.split(sizes, -1), strict=True):
+            here = {name: x[:, :, : part.shape[-1]] for name, x in state.items()}
+            self.policy.score.watch(here, part.mean(2), share, pos[:, :, None])
+
+    def watch_pool(self, p: Tensor, share: Tensor, pos: Tensor) -> None:
+        """As `watch`, for the attention `[B, N, G]` to a ragged pool."""
+        pool = self.kept.pools[-1]
+        state = {name: x[:, None] for name, x in pool.state.items()}
+        share = pool.of_owner(share[..., 0])[:, None]
+        self.policy.score.watch(state, p.mean(-1)[:, None], share, pos[:, :, None])
 
     # Compression.
 
     def flush(self, rows: Rows, full: Tensor) -> None:
         """Compress the rows (bool `[B]`) whose fresh part is full."""
-        self.compress(self.held(rows), rows.last(None), rows, full)
+        self.compress(self.candidates(rows), rows.last(None), rows, full)
 
     def compress(
         self,
@@ -187,22 +214,23 @@ class Layer(nn.Module):
         new_q `[B, G*H, T, D]` and new_pos `[B, T]`: the queries of the chunk that has just attended, if one has.
         """
         found = joined(parts)
-        solid = not rows.gaps and (rows.empty or not self.drops_each_step)
+        solid = not rows.gaps and (rows.empty or not self.disorders)
         if not solid:
             found = found.in_order()
         seen = replace(self.seen([found], last, rows, new_q, new_pos), solid=solid)
         if new_q is not None and self.statistics:
             found = replace(found, state=self.policy.score.absorb(seen))
             seen = replace(seen, state=found.state)
-        if found.pos.shape[2] <= self.kept.slots:
-            survives = seen.valid
-        else:
+        survives = seen.valid
+        if found.pos.shape[2] > self.kept.slots and not self.adds:
             survives = self.policy.select(seen, self.budget, self.index)
-        self.kept.keep(found, survives, active)
+        scores = self.policy.score.score(seen) if self.policy.store.tiers_by_score else None
+        self.kept.fit(found, survives, seen.new_q, active)
+        self.kept.keep(found, survives, active, scores, self.adds)
 
     def drop_one(self, new: Tokens, q: Tensor, pos: Tensor, rows: Rows) -> None:
         """Of the kept tokens and the newest one the least important goes; an empty slot goes first."""
-        seen = self.seen([self.kept.tokens(self.kept.slots), new], rows.last(pos), rows, q, pos)
+        seen = self.seen([*self.kept.tokens(self.kept.slots), new], rows.last(pos), rows, q, pos)
         if self.drops_before:
             seen = replace(seen, ahead=0)
         ranks = self.policy.guard(self.policy.score.score(seen), seen, self.budget)
@@ -266,7 +294,14 @@ class Layer(nn.Module):
         return self.queries.float().scatter(3, slot, q.gather(3, index))
 
     def held(self, rows: Rows) -> list[Tokens]:
-        return [self.kept.tokens(rows.used), self.fresh_tokens(rows.n_fresh, rows)]
+        return [*self.kept.tokens(rows.used), self.fresh_tokens(rows.n_fresh, rows)]
+
+    def candidates(self, rows: Rows) -> list[Tokens]:
+        """Of what is held, that which may move: codes to which others are only added need no look."""
+        adds_only = self.adds and not self.policy.store.tiers_by_score
+        pools = [pool for pool in self.kept.pools if pool.exact or not adds_only]
+        tokens = [pool.tokens(pool.filled(rows.used)) for pool in pools]
+        return [*tokens, self.fresh_tokens(rows.n_fresh, rows)]
 
     def fresh_tokens(self, n: int, rows: Rows) -> Tokens:
         pos = rows.fresh_pos[:, None, :n].expand(-1, self.sizes.heads, -1)
@@ -278,5 +313,6 @@ class Layer(nn.Module):
             setattr(self, f"fresh_{name}", resized(self.get_buffer(f"fresh_{name}"), 2, room))
 
     def reset(self) -> None:
-        for name, buffer in self.named_buffers():
-            buffer.fill_(-1 if name.endswith("pos") else 0)
+        self.kept.reset()
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()

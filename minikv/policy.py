@@ -4,12 +4,13 @@ import ast
 import difflib
 import re
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from minikv.axes import Codec, Full, HeadSplit, LayerSplit, Refiner, Scorer
+from minikv.axes import Full, HeadSplit, LayerSplit, Refiner, Scorer, Store, rank
 from minikv.seen import Seen
 from minikv.strategies.adakv import AdaKV
 from minikv.strategies.andpro import AnDPro
@@ -21,14 +22,18 @@ from minikv.strategies.h2o import H2O
 from minikv.strategies.hashevict import HashEvict
 from minikv.strategies.headkv import HeadKV
 from minikv.strategies.keydiff import KeyDiff
+from minikv.strategies.kivi import KIVI
 from minikv.strategies.kvzip import KVzip
 from minikv.strategies.l2norm import L2Norm
+from minikv.strategies.mikv import MiKV
 from minikv.strategies.pyramidkv import PyramidKV
 from minikv.strategies.random_control import Random, Stride
+from minikv.strategies.rtn import RTN
 from minikv.strategies.scissorhands import Scissorhands
 from minikv.strategies.snapkv import SnapKV
 from minikv.strategies.streaming import StreamingLLM
 from minikv.strategies.tova import TOVA
+from minikv.strategies.turbo import Turbo
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Policy:
     refine: Refiner = Refiner()
     heads: HeadSplit = HeadSplit()
     layers: LayerSplit = LayerSplit()
-    store: Codec = Codec()
+    store: Store = Store()
     every: int | None = None
     sinks: int = 4
     recent: int | float = 32
@@ -71,18 +76,43 @@ class Policy:
                 f"{self.heads} gives heads different lengths, which is decided for many tokens at a time; "
                 "use every=16 or more, every=0 or every=None"
             )
+        if (
+            self.every is not None
+            and 0 < self.every < self.store.span
+            or (self.every == 1 and self.store.tiers_by_score)
+        ):
+            raise ValueError(
+                f"{self.store} moves tokens to codes {self.store.span} at a time or by rank, so single slots "
+                f"cannot be replaced; use every={max(self.store.span, 16)} or more, or store=RTN(k=4, v=4)"
+            )
+        if self.every == 0 and self.store.span > 1 and not self.drops:
+            raise ValueError(
+                f"{self.store} codes each {self.store.span} tokens as they come; leave every out"
+            )
+        if not self.heads.uniform and self.store.tiers_by_score:
+            raise ValueError(
+                f"{self.store} and {self.heads} both divide by score; use rtn, kivi or turbo with it, or heads of "
+                "one length"
+            )
         if not self.heads.uniform and self.score.shifts_sinks:
             raise ValueError(f"{self.score} needs heads of one length, {self.heads} splits them; drop one")
+
+    @property
+    def drops(self) -> bool:
+        """Tokens are dropped at all; if not, a budget is a capacity."""
+        return self.score.drops and not self.store.holds_all
 
     def recent_tokens(self, budget: int) -> int:
         """How many of the last tokens are never dropped."""
         recent = int(self.recent * budget) if 0 < self.recent < 1 else int(self.recent)
-        return max(recent, self.score.keeps_window)
+        # Of heads with different lengths each must hold at least what is kept exact.
+        exact = 0 if self.heads.uniform or not self.store.coded else self.store.residual + self.store.span - 1
+        return max(recent, self.score.keeps_window, exact)
 
     def check_budget(self, budget: int) -> None:
         """Raises ValueError if a layer's budget cannot hold what is never dropped."""
         recent = self.recent_tokens(budget)
-        if self.score.drops and budget < self.sinks + recent:
+        if self.drops and budget < self.sinks + recent:
             raise ValueError(
                 f"a budget of {budget} tokens cannot hold {self.sinks} sinks + {recent} recent tokens = "
                 f"{self.sinks + recent}; raise the budget or lower sinks or recent"
@@ -127,10 +157,18 @@ class Policy:
                 chosen[axis], named[axis] = strategy, name
         # A single name is the published method; of several, the scorer brings its guards and trigger.
         base = METHODS.get(parts[0][0]) if len(parts) == 1 else None
+        if base is None and list(chosen) == ["store"]:
+            base = METHODS["kivi4" if chosen["store"].span > 1 else "int4"]
         base = base or METHODS[named.get("score", "snapkv")]
-        if "heads" in chosen and not chosen["heads"].uniform and base.every == 1:
+        heads, store = chosen.get("heads", base.heads), chosen.get("store", base.store)
+        if base.every == 1 and not (heads.uniform and one_at_a_time(store)):
             chosen["every"] = None
         return replace(base, **chosen)
+
+
+def one_at_a_time(store: Store) -> bool:
+    """Single tokens can be dropped and replaced."""
+    return store.span == 1 and not store.tiers_by_score
 
 
 def to_text(policy: Policy) -> str:
@@ -152,14 +190,7 @@ def from_text(text: str, **rest: int | float | None) -> Policy:
     return Policy(**chosen, **rest)
 
 
-def rank(scores: Tensor) -> Tensor:
-    """Place of each candidate in descending order, 0 is best; equal scores keep their order. `[B, H, n]`."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
-
-
-AXES = {"score": Scorer, "refine": Refiner, "heads": HeadSplit, "layers": LayerSplit, "store": Codec}
+AXES = {"score": Scorer, "refine": Refiner, "heads": HeadSplit, "layers": LayerSplit, "store": Store}
 
 
 def axes_of(strategy: object) -> list[str]:
@@ -189,6 +220,17 @@ STRATEGIES: dict[str, type] = {
     "headkv": HeadKV,
     "duoattention": DuoAttention,
     "pyramidkv": PyramidKV,
+    "rtn": RTN,
+    "kivi": KIVI,
+    "turbo": Turbo,
+    "mikv": MiKV,
+}
+
+# Stores by their bits, as they are usually named.
+STORES: dict[str, Store] = {
+    **{f"int{bits}": RTN(k=bits, v=bits) for bits in (8, 4, 2)},
+    **{f"kivi{bits}": KIVI(k=bits, v=bits) for bits in (2, 4)},
+    **{f"turbo{bits}": Turbo(k=bits, v=bits) for bits in (2, 3, 4)},
 }
 
 # Published methods with their papers' defaults. HeadKV and DuoAttention need a file of head scores, so they
@@ -212,6 +254,8 @@ METHODS: dict[str, Policy] = {
     "kvzip": Policy(KVzip()),
     "random": Policy(Random(), recent=10),
     "stride": Policy(Stride(), recent=10),
+    **{name: Policy(Full(), store=store, sinks=0 if store.span > 1 else 4) for name, store in STORES.items()},
+    "mikv": Policy(H2O(), store=MiKV(), sinks=0, recent=0.5),
 }
 
 
@@ -219,13 +263,15 @@ def _parse_part(word: str) -> tuple[str, object]:
     """`"snapkv(window=16)"` -> `("snapkv", SnapKV(window=16))`."""
     name, bracket, rest = word.partition("(")
     name = name.strip().lower()
-    if name not in STRATEGIES:
-        close = difflib.get_close_matches(name, STRATEGIES, n=1)
+    if name not in STRATEGIES and name not in STORES:
+        names = [*STRATEGIES, *STORES]
+        close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"unknown policy {name!r}; {hint}known are {', '.join(STRATEGIES)}")
-    kind = STRATEGIES[name]
+        raise ValueError(f"unknown policy {name!r}; {hint}known are {', '.join(names)}")
+    kind = STRATEGIES[name] if name in STRATEGIES else type(STORES[name])
+    make = kind if name in STRATEGIES else partial(replace, STORES[name])
     if not bracket:
-        return name, kind()
+        return name, make()
     if not rest.endswith(")"):
         raise ValueError(f"policy {word!r} lacks its closing bracket")
     hints = get_type_hints(kind)
@@ -244,4 +290,4 @@ def _parse_part(word: str) -> tuple[str, object]:
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ValueError(f"policy {word!r}: {key} is to be {wanted.__name__}, not {text!r}")
         arguments[key] = value
-    return name, kind(**arguments)
+    return name, make(**arguments)

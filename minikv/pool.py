@@ -9,25 +9,30 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from kernels.attend import pool_attention
-from minikv.axes import Codec
+from kernels.attend import Stretch, pool_attention
+from minikv.axes import Codec, Fixed, Tier
 
 BLOCK = 16  # slots; in a RaggedPool a block belongs to one head
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Some slots or tokens: k, v `[B, H, n, D]`, pos `[B, H, n]`, statistics `[B, H, n, ...]`."""
+    """Some slots or tokens: k, v `[B, H, n, D]`, pos `[B, H, n]`, statistics `[B, H, n, ...]`.
+
+    home: the slot of a layer's pools, counted through, where a token already is; -1 elsewhere. None: nowhere.
+    """
 
     k: Tensor
     v: Tensor
     pos: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
+    home: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
         """The same change made to every tensor."""
         k, v, pos = change(self.k), change(self.v), change(self.pos)
-        return Tokens(k, v, pos, {name: change(x) for name, x in self.state.items()})
+        home = None if self.home is None else change(self.home)
+        return Tokens(k, v, pos, {name: change(x) for name, x in self.state.items()}, home)
 
     def gather(self, index: Tensor) -> "Tokens":
         """The tokens at `index [B, H, m]`."""
@@ -51,7 +56,11 @@ def joined(parts: list[Tokens]) -> Tokens:
     if len(full) == 1:
         return full[0]
     k, v, pos = (torch.cat(side, 2) for side in zip(*((t.k, t.v, t.pos) for t in full), strict=True))
-    return Tokens(k, v, pos, {name: torch.cat([t.state[name] for t in full], 2) for name in full[0].state})
+    home = None
+    if any(t.home is not None for t in full):
+        home = torch.cat([torch.full_like(t.pos, -1) if t.home is None else t.home for t in full], 2)
+    state = {name: torch.cat([t.state[name] for t in full], 2) for name in full[0].state}
+    return Tokens(k, v, pos, state, home)
 
 
 @dataclass(frozen=True)
@@ -69,132 +78,279 @@ class Sizes:
 Statistics = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class Slots(nn.Module):
-    """Buffers for `[B, *lead]` slots: coded keys and values, positions, statistics."""
+@dataclass(frozen=True)
+class Packed:
+    """Stored slots as attention reads them; `kernels.attend.Stretch` tells what it needs."""
 
-    def __init__(self, sizes: Sizes, lead: tuple[int, ...], store: Codec, statistics: Statistics):
+    tier: Tier
+    k: dict[str, Tensor]
+    v: dict[str, Tensor]
+    fixed_k: Fixed
+    fixed_v: Fixed
+    pos: Tensor
+
+    def dot(self, q: Tensor) -> Tensor:
+        return self.tier.keys.dot(q, self.k, self.fixed_k)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        return self.tier.values.mix(weights, self.v, self.fixed_v)
+
+
+class Slots(nn.Module):
+    """Buffers for `[B, *lead]` slots: coded keys and values, positions, statistics, and what codecs fitted."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        lead: tuple[int, ...],
+        tier: Tier,
+        statistics: Statistics,
+        constants: dict[Codec, Fixed],
+        offset: int,
+    ):
         super().__init__()
-        self.store = store
-        lead = (sizes.batch, *lead)
-        parts = store.buffers(lead, sizes.head_dim, sizes.dtype, sizes.device)
-        self.parts, self.statistics = list(parts), list(statistics)
-        for name, tensor in parts.items():
-            self.register_buffer(f"k_{name}", tensor)
-            self.register_buffer(f"v_{name}", torch.zeros_like(tensor))
+        self.tier, self.dtype, self.statistics = tier, sizes.dtype, list(statistics)
+        self.codecs: dict[str, Codec] = {"k": tier.keys, "v": tier.values}
+        self.exact = tier.keys.exact and tier.values.exact
+        self.slots, self.offset = tier.slots, offset
+        self.parts: dict[str, list[str]] = {}
+        self.fixed_names: dict[str, list[str]] = {}
+        for which, codec in self.codecs.items():
+            parts = codec.buffers((sizes.batch, *lead), sizes.head_dim, sizes.dtype, sizes.device)
+            fitted = codec.fitted(sizes.head_dim)
+            self.parts[which], self.fixed_names[which] = list(parts), [*constants[codec], *fitted]
+            for name, tensor in parts.items():
+                self.register_buffer(f"{which}_{name}", tensor)
+            for name, tensor in constants[codec].items():
+                self.register_buffer(f"{which}_fixed_{name}", tensor)
+            for name, shape in fitted.items():
+                zeros = torch.zeros(sizes.batch, sizes.heads, *shape, device=sizes.device)
+                self.register_buffer(f"{which}_fixed_{name}", zeros)
         for name, (shape, dtype) in statistics.items():
-            self.register_buffer(
-                f"state_{name}", torch.zeros(*lead, *shape, dtype=dtype, device=sizes.device)
-            )
-        self.register_buffer("pos", torch.full(lead, -1, dtype=torch.int32, device=sizes.device))
+            zeros = torch.zeros(sizes.batch, *lead, *shape, dtype=dtype, device=sizes.device)
+            self.register_buffer(f"state_{name}", zeros)
+        empty = torch.full((sizes.batch, *lead), -1, dtype=torch.int32, device=sizes.device)
+        self.register_buffer("pos", empty)
 
     def coded(self, which: str) -> dict[str, Tensor]:
-        return {name: self.get_buffer(f"{which}_{name}") for name in self.parts}
+        return {name: self.get_buffer(f"{which}_{name}") for name in self.parts[which]}
+
+    def fixed(self, which: str) -> dict[str, Tensor]:
+        return {name: self.get_buffer(f"{which}_fixed_{name}") for name in self.fixed_names[which]}
 
     @property
     def state(self) -> dict[str, Tensor]:
         return {name: self.get_buffer(f"state_{name}") for name in self.statistics}
 
-    def pairs(self, tokens: Tokens) -> list[tuple[Tensor, Tensor]]:
-        """(own buffer, what `tokens` would put there) for everything but the positions."""
-        found = [(self.state[name], tokens.state[name]) for name in self.statistics]
-        for which, x in (("k", tokens.k), ("v", tokens.v)):
-            found += [
-                (self.get_buffer(f"{which}_{name}"), part) for name, part in self.store.encode(x).items()
-            ]
-        return found
+    def set_fitted(self, which: str, numbers: dict[str, Tensor], rows: Tensor) -> None:
+        for name, new in numbers.items():
+            write(self.fixed(which)[name], new, rows)
+
+    def reset(self) -> None:
+        """Empty; what layers share stays."""
+        shared = {f"{which}_fixed_{name}" for which in "kv" for name in self.fixed_names[which]}
+        shared -= {f"{w}_fixed_{n}" for w, codec in self.codecs.items() for n in codec.fitted(1)}
+        for name, buffer in self.named_buffers():
+            if name not in shared:
+                buffer.fill_(-1 if name == "pos" else 0)
 
 
 class Pool(Slots):
-    """`slots` per KV head: buffers `[B, H, slots, ...]`."""
+    """`tier.slots` per KV head: buffers `[B, H, slots, ...]`."""
 
-    def __init__(self, sizes: Sizes, slots: int, store: Codec, statistics: Statistics):
-        super().__init__(sizes, (sizes.heads, slots), store, statistics)
-        self.slots = slots
+    def __init__(
+        self, sizes: Sizes, tier: Tier, statistics: Statistics, constants: dict[Codec, Fixed], offset: int
+    ):
+        super().__init__(sizes, (sizes.heads, tier.slots), tier, statistics, constants, offset)
+
+    def cut(self, which: str, n: int) -> dict[str, Tensor]:
+        """What is stored for the first n slots; n in whole spans."""
+        return {name: x[:, :, : n * x.shape[2] // self.slots] for name, x in self.coded(which).items()}
+
+    def filled(self, used: int) -> int:
+        """Slots to read so that the first `used` are among them."""
+        span = max(self.tier.keys.span, self.tier.values.span)
+        return min(-(-used // span) * span, self.slots)
+
+    def held(self) -> Tensor:
+        """Tokens of each head, `[B, H]`."""
+        return (self.pos >= 0).sum(-1)
+
+    def positions(self) -> Tensor:
+        return self.pos
 
     def tokens(self, n: int) -> Tokens:
-        """The first n slots of every head."""
+        """The first n slots of every head, as keys and values."""
         k, v = (
-            self.store.decode({name: x[:, :, :n] for name, x in self.coded(which).items()}) for which in "kv"
+            codec.decode(self.cut(which, n), self.fixed(which)).to(self.dtype)
+            for which, codec in self.codecs.items()
         )
-        return Tokens(k, v, self.pos[:, :, :n], {name: x[:, :, :n] for name, x in self.state.items()})
+        pos, home = self.pos[:, :, :n], None
+        if not self.exact:
+            home = torch.where(pos >= 0, torch.arange(n, device=pos.device) + self.offset, -1)
+        return Tokens(k, v, pos, {name: x[:, :, :n] for name, x in self.state.items()}, home)
+
+    def stretch(self, n: int) -> Packed:
+        """The first n slots of every head, for attention."""
+        k, v = self.cut("k", n), self.cut("v", n)
+        return Packed(self.tier, k, v, self.fixed("k"), self.fixed("v"), self.pos[:, :, :n])
 
     def keep(self, found: Tokens, survives: Tensor, rows: Tensor) -> None:
         """Replace what `rows` (bool `[B]`) hold by the candidates that survive (bool `[B, H, n]`), in their order."""
         index, filled = places(survives, self.slots)
         kept = found.gather(index)
+        for which, codec in self.codecs.items():
+            parts = codec.encode(kept.k if which == "k" else kept.v, self.fixed(which))
+            for name, old in self.coded(which).items():
+                write(old, self.moved(codec, old, parts[name], kept.home), rows)
         write(self.pos, torch.where(filled, kept.pos, -1), rows)
-        for old, new in self.pairs(kept):
-            write(old, new, rows)
+        for name, old in self.state.items():
+            write(old, kept.state[name], rows)
+
+    def moved(self, codec: Codec, old: Tensor, new: Tensor, home: Tensor | None) -> Tensor:
+        """New codes, but those of tokens that were here already as they were: coding again could change them."""
+        if codec.exact or codec.span > 1 or home is None:
+            return new
+        slot = home - self.offset
+        here = (slot >= 0) & (slot < self.slots)
+        same = pick(old, slot.clamp(0, self.slots - 1))
+        return torch.where(here[..., None], same, new)
+
+    def append(self, found: Tokens, moves: Tensor, rows: Tensor) -> None:
+        """Add the candidates that move (bool `[B, H, n]`) of `rows` (bool `[B]`) behind what is held."""
+        n = min(self.filled(moves.shape[2]), self.slots)
+        index, filled = places(moves & rows[:, None, None], n)
+        count = (self.pos >= 0).sum(-1, keepdim=True)  # [B, H, 1]
+        slot = (count + torch.arange(n, device=count.device)) % self.slots
+        self.put(slot, filled, found.gather(index))
 
     def replace(self, victim: Tensor, token: Tokens) -> None:
         """Write one token per head over slot `victim [B, H, 1]`; `victim == slots` leaves all as it is."""
-        stays = victim == self.slots
-        victim = victim.clamp(max=self.slots - 1)
-        for old, new in [(self.pos, token.pos), *self.pairs(token)]:
-            tail = old.shape[3:]
-            index = victim.view(*victim.shape, *(1 for _ in tail)).expand(*victim.shape, *tail)
-            keep = stays.view(*stays.shape, *(1 for _ in tail))
-            old.scatter_(2, index, torch.where(keep, old.gather(2, index), new.to(old.dtype)))
+        self.put(victim.clamp(max=self.slots - 1), victim < self.slots, token)
+
+    def put(self, slot: Tensor, filled: Tensor, tokens: Tokens) -> None:
+        """Write tokens to different slots `[B, H, m]`, where filled; in whole spans."""
+        pairs = [(self.pos, tokens.pos), *((old, tokens.state[name]) for name, old in self.state.items())]
+        for which, codec in self.codecs.items():
+            parts = codec.encode(tokens.k if which == "k" else tokens.v, self.fixed(which))
+            pairs += [(old, parts[name]) for name, old in self.coded(which).items()]
+        for old, new in pairs:
+            span, tail = self.slots // old.shape[2], old.shape[3:]
+            index = slot[:, :, ::span] // span
+            index = index.view(*index.shape, *(1 for _ in tail)).expand(*index.shape, *tail)
+            takes = filled[:, :, ::span].view(*index.shape[:3], *(1 for _ in tail))
+            old.scatter_(2, index, torch.where(takes, new.to(old.dtype), old.gather(2, index)))
 
 
 class RaggedPool(Slots):
-    """`heads * slots` slots per row, each head owning one stretch of whole blocks: buffers `[B, N, ...]`.
+    """`heads * tier.slots` slots per row, each head owning one stretch of whole blocks: buffers `[B, N, ...]`.
 
     Who owns what is data, so its split over the heads can change without a shape changing.
     """
 
-    def __init__(self, sizes: Sizes, slots: int, store: Codec, statistics: Statistics):
+    def __init__(
+        self, sizes: Sizes, tier: Tier, statistics: Statistics, constants: dict[Codec, Fixed], offset: int
+    ):
+        block = max(BLOCK, tier.keys.span, tier.values.span)
         # Every head may leave all but one slot of its last block empty.
-        total = -(-sizes.heads * (slots + BLOCK - 1) // BLOCK) * BLOCK
-        super().__init__(sizes, (total,), store, statistics)
-        self.slots, self.total, self.heads = slots, total, sizes.heads
+        total = -(-sizes.heads * (tier.slots + block - 1) // block) * block if tier.slots else 0
+        super().__init__(sizes, (total,), tier, statistics, constants, offset)
+        self.total, self.block = total, block
         like = dict(dtype=torch.int64, device=sizes.device)
         self.register_buffer("start", torch.zeros(sizes.batch, sizes.heads, **like))  # first slot of a head
         self.register_buffer("count", torch.zeros(sizes.batch, sizes.heads, **like))  # tokens of a head
-        self.register_buffer("owner", torch.zeros(sizes.batch, total // BLOCK, **like))  # head of a block
+        self.register_buffer("owner", torch.zeros(sizes.batch, total // block, **like))  # head of a block
+
+    def filled(self, used: int) -> int:
+        return min(used, self.total)
+
+    def held(self) -> Tensor:
+        return self.count
+
+    def positions(self) -> Tensor:
+        return self.where()[1]
+
+    def where(self) -> tuple[Tensor, Tensor]:
+        """Slots of each head, padded to the longest, and their positions, both `[B, H, width]`."""
+        slot = torch.arange(int(self.count.max()), device=self.pos.device)
+        index = (self.start[..., None] + slot).clamp(max=self.total - 1)
+        pos = self.pos.gather(1, index.flatten(1)).view_as(index)
+        return index, torch.where(slot < self.count[..., None], pos, -1)
+
+    def in_blocks(self, which: str) -> dict[str, Tensor]:
+        """What is stored, `[B, blocks, slots of a block, ...]`."""
+        return {name: x.unflatten(1, (self.owner.shape[1], -1)) for name, x in self.coded(which).items()}
+
+    def fixed_of_blocks(self, which: str) -> dict[str, Tensor]:
+        """What codecs fitted per head, for each block: `[B, blocks, ...]`."""
+        found = self.fixed(which)
+        for name in self.codecs[which].fitted(1):
+            found[name] = found[name][torch.arange(len(self.owner))[:, None], self.owner]
+        return found
 
     def tokens(self, n: int) -> Tokens:
         """What each head holds, padded to the longest head; nothing for n = 0."""
-        width = int(self.count.max()) if n else 0
-        slot = torch.arange(width, device=self.pos.device)
-        index = (self.start[..., None] + slot).clamp(max=self.total - 1)  # [B, H, width]
-        k, v = (self.store.decode(self.coded(which)) for which in "kv")
-        # The pool as one long head: [B, 1, N, ...]
-        flat = Tokens(k, v, self.pos, self.state).each(lambda x: x[:, None])
+        index, pos = self.where()
+        if n == 0:
+            index, pos = index[:, :, :0], pos[:, :, :0]
+        k, v = (
+            codec.decode(self.in_blocks(which), self.fixed_of_blocks(which)).flatten(1, 2).to(self.dtype)
+            for which, codec in self.codecs.items()
+        )
+        flat = Tokens(k, v, self.pos, self.state).each(
+            lambda x: x[:, None]
+        )  # as one long head, [B, 1, N, ...]
         found = flat.gather(index.flatten(1)[:, None]).each(lambda x: x.view(*index.shape, *x.shape[3:]))
-        return replace(found, pos=torch.where(slot < self.count[..., None], found.pos, -1))
+        home = None if self.exact else torch.where(pos >= 0, index + self.offset, -1)
+        return replace(found, pos=pos, home=home)
 
     def attend(
-        self, q: Tensor, fresh: Tokens, q_pos: Tensor, window: int | None
+        self, q: Tensor, others: list[Stretch], q_pos: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One token's attention; see `kernels.attend.pool_attention`."""
-        k, v = (self.store.decode(self.coded(which)) for which in "kv")
-        return pool_attention(q, k, v, self.pos, self.owner, fresh.k, fresh.v, fresh.pos, q_pos, window)
+        """One token's attention to the pool and to other stretches; see `kernels.attend.pool_attention`."""
+        k, v = self.in_blocks("k"), self.in_blocks("v")
+        fixed = self.fixed_of_blocks("k"), self.fixed_of_blocks("v")
+        own = Packed(self.tier, k, v, *fixed, self.pos.view(*self.owner.shape, self.block))
+        return pool_attention(q, own, self.owner, others, q_pos, window)
 
     def of_owner(self, x: Tensor) -> Tensor:
         """A value per head `[B, H]` -> per slot `[B, N]`."""
-        return x.gather(1, self.owner).repeat_interleave(BLOCK, dim=1)
+        return x.gather(1, self.owner).repeat_interleave(self.block, dim=1)
 
     def keep(self, found: Tokens, survives: Tensor, rows: Tensor) -> None:
         """As `Pool.keep`; the survivors of a head may be any number, those of a row at most `heads * slots`."""
         batch, heads, n = survives.shape
         count = survives.sum(-1)  # [B, H]
-        blocks = (count + BLOCK - 1) // BLOCK
-        start = (blocks.cumsum(-1) - blocks) * BLOCK
+        blocks = (count + self.block - 1) // self.block
+        start = (blocks.cumsum(-1) - blocks) * self.block
         slot = torch.where(survives, start[..., None] + survives.cumsum(-1) - 1, self.total).flatten(1)
         index = torch.full((batch, self.total + 1), heads * n, device=slot.device)
         index.scatter_(1, slot, torch.arange(heads * n, device=slot.device).expand_as(slot))
         index = index[:, : self.total]
         filled = index < heads * n
         flat = found.each(lambda x: x.flatten(1, 2)[:, None])  # [B, 1, H * n, ...]
-        kept = flat.gather(index.clamp(max=heads * n - 1)[:, None])
-        write(self.pos, torch.where(filled, kept.pos[:, 0], -1), rows)
-        for old, new in self.pairs(kept):
-            write(old, new[:, 0], rows)
-        block = torch.arange(self.total // BLOCK, device=slot.device)
-        owner = (start[..., None] <= block * BLOCK).sum(1) - 1
+        kept = flat.gather(index.clamp(max=heads * n - 1)[:, None]).each(lambda x: x[:, 0])  # [B, N, ...]
+        block = torch.arange(self.total // self.block, device=slot.device)
+        owner = (start[..., None] <= block * self.block).sum(1) - 1
         for old, new in ((self.start, start), (self.count, count), (self.owner, owner)):
             write(old, new, rows)
+        for which, codec in self.codecs.items():
+            x = (kept.k if which == "k" else kept.v).unflatten(1, (len(block), -1))
+            parts = codec.encode(x, self.fixed_of_blocks(which))
+            for name, old in self.coded(which).items():
+                write(old, self.moved(codec, old, parts[name].flatten(1, 2), kept.home), rows)
+        write(self.pos, torch.where(filled, kept.pos, -1), rows)
+        for name, old in self.state.items():
+            write(old, kept.state[name], rows)
+
+    def moved(self, codec: Codec, old: Tensor, new: Tensor, home: Tensor | None) -> Tensor:
+        """As `Pool.moved`, for slots `[B, N, ...]`."""
+        if codec.exact or codec.span > 1 or home is None:
+            return new
+        slot = home - self.offset
+        here = (slot >= 0) & (slot < self.total)
+        same = old.gather(1, slot.clamp(0, self.total - 1)[..., None].expand_as(new))
+        return torch.where(here[..., None], same, new)
 
 
 def write(old: Tensor, new: Tensor, rows: Tensor) -> None:

@@ -12,10 +12,21 @@ class Rows(nn.Module):
     the tokens so far, `plain` and `gaps`. The rest is buffers.
     """
 
-    def __init__(self, batch: int, room: int, n_queries: int, ragged: bool, device: torch.device):
+    def __init__(
+        self,
+        batch: int,
+        room: int,
+        n_queries: int,
+        ragged: bool,
+        device: torch.device,
+        aligned: bool = False,
+    ):
         super().__init__()
         self.room = self.first_room = room
         self.used, self.free = 0, room
+        self.aligned = (
+            aligned  # position p goes to fresh slot p % room, so that room is full at its multiples
+        )
         self.n_queries = n_queries
         self.plain = True  # the chunk at hand counts up without gaps, padded only on its right
         self.may_gap = batch > 1 or ragged
@@ -95,7 +106,8 @@ class Rows(nn.Module):
 
     def clear(self, rows: Tensor) -> None:
         """The fresh part of `rows` (bool `[B]`) is now in kept."""
-        self.cursor.mul_(~rows)
+        start = self.seen % self.room if self.aligned else torch.zeros_like(self.seen)
+        self.cursor.copy_(torch.where(rows, start, self.cursor))
         self.fresh_pos.masked_fill_(rows[:, None], -1)
         self.count_free()
 

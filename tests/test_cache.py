@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kernels.attend import step_attention
+from kernels.attend import Plain, step_attention
 from minikv import METHODS, CompressedKVCache, generate
 from tests.conftest import make_toy, small, small_or_none
 from tests.oracle import MaskedDense
@@ -310,8 +310,8 @@ def test_the_order_of_slots_does_not_matter_to_attention():
     k, v = (torch.randn(1, 2, 20, 16, generator=generator) for _ in range(2))
     q, pos = torch.randn(1, 2, 3, 16, generator=generator), torch.arange(20).expand(1, 2, 20)
     order = torch.randperm(20, generator=generator)
-    straight, _ = step_attention(q, [(k, v, pos)], torch.tensor([[19]]), 12)
+    straight, _ = step_attention(q, [Plain(k, v, pos)], torch.tensor([[19]]), 12)
     mixed, _ = step_attention(
-        q, [(k[:, :, order], v[:, :, order], pos[:, :, order])], torch.tensor([[19]]), 12
+        q, [Plain(k[:, :, order], v[:, :, order], pos[:, :, order])], torch.tensor([[19]]), 12
     )
     assert_close(straight, mixed, atol=1e-6, rtol=1e-5)

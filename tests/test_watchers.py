@@ -661,7 +661,7 @@ def test_statistics_of_a_cache_that_drops_nothing_are_column_sums(windows):
         ok = (distance >= 0) & (distance < (model.config.window(layer) or 46))
         logits = q[0].unflatten(0, (2, 2)) @ k[0, :, None].mT / math.sqrt(q.shape[-1])
         want = logits.masked_fill(~ok, -torch.inf).softmax(-1).mean(1).sum(1)  # [H, 46]
-        held = cache.layers[layer].kept
+        held = cache.layers[layer].kept.pools[0]
         for h in range(2):
             pos = held.pos[0, h].tolist()
             got = held.state["received"][0, h].tolist()
