@@ -30,7 +30,14 @@ class CompressedKVCache(nn.Module):
     """Made by `for_model`. A model calls `begin`, `attend` in each layer, `end`."""
 
     def __init__(
-        self, model: nn.Module, policy: Policy, budgets: list[int], batch: int, room: int, limit: int
+        self,
+        model: nn.Module,
+        policy: Policy,
+        budgets: list[int],
+        batch: int,
+        room: int,
+        limit: int,
+        device: torch.device | None = None,
     ):
         super().__init__()
         config, embedding = model.config, model.embed.weight
@@ -38,14 +45,13 @@ class CompressedKVCache(nn.Module):
         self.model_id = cache_file.fingerprint(model)
         self.note: dict[str, Any] | None = None  # what `save` was given beside the cache
         group = config.n_heads // config.n_kv_heads
-        sizes = Sizes(batch, config.n_kv_heads, group, config.head_dim, embedding.dtype, embedding.device)
+        device = device or embedding.device
+        sizes = Sizes(batch, config.n_kv_heads, group, config.head_dim, embedding.dtype, device)
         # Codes that span tokens and to which others are only added start at multiples of their span.
         aligned = policy.store.span > 1 and not policy.drops
         room = policy.store.span if aligned else policy.every or room
-        self.rows = Rows(
-            batch, room, policy.score.n_queries, not policy.heads.uniform, embedding.device, aligned
-        )
-        constants = policy.store.constants(config.head_dim, embedding.device)
+        self.rows = Rows(batch, room, policy.score.n_queries, not policy.heads.uniform, device, aligned)
+        constants = policy.store.constants(config.head_dim, device)
         self.layers = nn.ModuleList(
             Layer(
                 i,
@@ -71,11 +77,13 @@ class CompressedKVCache(nn.Module):
         batch: int = 1,
         room: int = 256,
         context: int | None = None,
+        device: torch.device | None = None,
     ) -> CompressedKVCache:
-        """An empty cache of the model's shape, on its device and in its dtype.
+        """An empty cache of the model's shape, in its dtype and, by default, on its device.
 
         budget: tokens per KV head per layer, on average, that survive a compression, sinks and recent
-            tokens included. The full cache ignores it and holds `context` tokens.
+            tokens included. Stores that drop nothing hold that many and refuse more; the full cache ignores
+            it and holds `context` tokens.
         room: fresh tokens between two compressions; the policy's `every` overrides it.
         context: most tokens a full cache can hold; default the model's limit or 8192, whichever is less.
         Raises ValueError for numbers that cannot work.
@@ -96,7 +104,7 @@ class CompressedKVCache(nn.Module):
         # No layer can ever hold more tokens than there may be.
         budgets = [min(b, limit) for b in policy.layers.split_layers(budget, model.config.n_layers)]
         policy.check_budget(min(budgets))
-        return cls(model, policy, budgets, batch, room, limit)
+        return cls(model, policy, budgets, batch, room, limit, device)
 
     # What a model calls.
 
@@ -189,9 +197,8 @@ class CompressedKVCache(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor the cache owns, each storage once."""
-        storages = {b.untyped_storage().data_ptr(): b.untyped_storage() for b in self.buffers()}
-        return sum(storage.nbytes() for storage in storages.values())
+        """Bytes of every tensor the cache owns, with all that its storage holds."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers())
 
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Sorted original positions the layer holds, kept and fresh: rows of KV heads of positions."""
@@ -253,7 +260,8 @@ class CompressedKVCache(nn.Module):
         if n > self.limit:
             raise ValueError(
                 f"{n} tokens do not fit into a context of {self.limit}; use a shorter text, or, where that is "
-                "less than the model's own limit, a larger context or a policy that drops tokens"
+                "less than the model's own limit, a larger context (of a store like int4: a larger budget), or "
+                "join an eviction method, as in snapkv+int4"
             )
 
     def resize_room(self, room: int) -> None:

@@ -30,6 +30,7 @@ class Kept(nn.Module):
             kind = RaggedPool if ragged and tier is tiers[-1] else Pool
             self.pools.append(kind(sizes, tier, statistics, constants, offset))
             offset += self.pools[-1].pos.shape[-1]
+        # Codecs that decide something once, from the first tokens.
         self.fits = [
             (which, codec) for which, codec in self.pools[-1].codecs.items() if codec.fitted(sizes.head_dim)
         ]
@@ -76,8 +77,6 @@ class Kept(nn.Module):
 
     def fit(self, found: Tokens, valid: Tensor, q: Tensor | None, rows: Tensor) -> None:
         """Let the codecs of the last tier decide what they decide once, in the `rows` where it is empty."""
-        if not self.fits:
-            return
         last = self.pools[-1]
         for which, codec in self.fits:
             numbers = codec.fit(found.k if which == "k" else found.v, valid, q)

@@ -225,7 +225,8 @@ class Layer(nn.Module):
         if found.pos.shape[2] > self.kept.slots and not self.adds:
             survives = self.policy.select(seen, self.budget, self.index)
         scores = self.policy.score.score(seen) if self.policy.store.tiers_by_score else None
-        self.kept.fit(found, survives, seen.new_q, active)
+        if self.kept.fits:
+            self.kept.fit(found, survives, seen.real_queries, active)
         self.kept.keep(found, survives, active, scores, self.adds)
 
     def drop_one(self, new: Tokens, q: Tensor, pos: Tensor, rows: Rows) -> None:

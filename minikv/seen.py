@@ -69,6 +69,13 @@ class Seen:
         logits = q @ self.k.float().mT[:, :, None]  # [B, H, G, w, n]
         return masked_softmax(logits, ok[:, :, None])
 
+    @property
+    def real_queries(self) -> Tensor | None:
+        """The new chunk's queries `[B, H, G, T, D]` with zeros for padding; None where no chunk has attended."""
+        if self.new_q is None:
+            return None
+        return self.new_q.masked_fill((self.new_pos < 0)[:, None, None, :, None], 0)
+
     def received(self) -> Tensor:
         """Attention each candidate got from all queries of the new chunk, float32 `[B, H, n]`.
 

@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dataclasses import replace
 
 from minikv import Chat, CompressedKVCache, Policy
+from minikv.cache import DEFAULT_CONTEXT
+from minikv.sizing import fit_policy, parse_bytes
 from minikv.step import CompiledStep, step
 from models import load_model, load_tokenizer
 from scripts.command_line import Parser, with_token_kinds
@@ -57,6 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="full",
         help="tokens kept per KV head per layer, on average; 0 or full (default): all",
     )
+    add("--kv-bytes", help="instead of a budget: bytes of the whole cache, such as 64MiB or 1.5GB")
     add(
         "--policy",
         help="what stays, e.g. streaming or snapkv(window=16) (default: snapkv if there is a budget)",
@@ -87,15 +90,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def choose_policy(args: argparse.Namespace) -> tuple[Policy, int]:
-    """The policy and the budget that the flags ask for; a budget of 1 stands in where none is used."""
-    if args.budget in ("0", "full"):
-        if args.policy not in (None, "full"):
-            raise ValueError(f"--policy {args.policy} needs a --budget, for instance --budget 512")
-        policy, budget = Policy.parse("full"), 1
-    else:
-        if not args.budget.isdecimal():
-            raise ValueError(f"--budget takes a number of tokens or 'full', not {args.budget!r}")
-        policy, budget = Policy.parse(args.policy or "snapkv"), int(args.budget)
+    """The policy and the budget that the flags ask for; the context stands in for a budget where nothing is dropped."""
+    whole = args.budget in ("0", "full")
+    if not whole and not args.budget.isdecimal():
+        raise ValueError(f"--budget takes a number of tokens or 'full', not {args.budget!r}")
+    if args.kv_bytes is not None and not whole:
+        raise ValueError(f"--kv-bytes {args.kv_bytes} and --budget {args.budget} both say how much; give one")
+    policy = Policy.parse(args.policy or ("full" if whole and args.kv_bytes is None else "snapkv"))
+    if whole and args.kv_bytes is None and policy.drops:
+        raise ValueError(f"--policy {args.policy} needs a --budget, for instance --budget 512")
+    budget = (args.context or DEFAULT_CONTEXT) if whole else int(args.budget)
+    if policy.drops or policy.every == 1:
         # Per-step or once, a method's own habit is for papers; here memory stays bounded by default.
         policy = replace(policy, every=None)
     changes = {name: getattr(args, name) for name in ("every", "sinks", "recent")}
@@ -266,9 +271,10 @@ def main(argv: list[str] | None = None) -> int:
         tok = load_tokenizer(args.model)
         policy = with_token_kinds(policy, tok)
         model = load_model(args.model, args.device, args.dtype)
-        cache = CompressedKVCache.for_model(
-            model, policy, budget=budget, room=args.room, context=args.context
-        )
+        context = args.context
+        if args.kv_bytes is not None:
+            policy, budget, context = fit_policy(model, policy, parse_bytes(args.kv_bytes), args.room, context)
+        cache = CompressedKVCache.for_model(model, policy, budget=budget, room=args.room, context=context)
         chat = Chat(model, tok, cache, system=args.system, max_new_tokens=args.max_new_tokens)
         if args.load_cache is not None:
             chat.load_cache(args.load_cache)

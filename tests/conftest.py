@@ -12,7 +12,7 @@ import transformers
 from tokenizers import decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
-from minikv.policy import AXES, Policy
+from minikv.policy import AXES, METHODS, Policy
 from models.config import Config
 from models.hub import find
 from models.load import load_model, load_tokenizer, random_model
@@ -46,13 +46,19 @@ def make_toy(**changes) -> Transformer:
 # What makes a method small enough for prompts of a few tokens.
 SMALL = dict(window=3, kernel=3, guarded=6, history=20, n_future=16)
 
+RAW = {name: policy for name, policy in METHODS.items() if not policy.store.coded}
+CODED = {name: policy for name, policy in METHODS.items() if policy.store.coded}
+
 
 def small(policy: Policy, every: int | None) -> Policy:
     """The policy with small windows and guards and this trigger. Raises ValueError where the pair is refused."""
 
     def shrunk(strategy):
         names = [f.name for f in fields(strategy)]
-        return replace(strategy, **{name: value for name, value in SMALL.items() if name in names})
+        changes = {name: value for name, value in SMALL.items() if name in names}
+        if "residual" in names:  # KIVI codes 32 tokens at a time, so it keeps 31 more anyway
+            changes["residual"] = 4 if strategy.span == 1 else 0
+        return replace(strategy, **changes)
 
     axes = {axis: shrunk(getattr(policy, axis)) for axis in AXES}
     guards = dict(sinks=min(policy.sinks, 2), recent=min(policy.recent, 4))
