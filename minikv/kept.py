@@ -92,13 +92,8 @@ class Kept(nn.Module):
             self.pools[0].replace(victim, new)
             return
         first, last = self.pools
-        nowhere = first.slots
-        in_first, in_last = (
-            victim < first.slots,
-            (victim >= first.slots) & (victim < first.slots + last.slots),
-        )
-        mover = new
-        target = torch.where(in_first, victim, nowhere)
+        in_last = (victim >= first.slots) & (victim < first.slots + last.slots)
+        mover, target = new, victim.clamp(max=first.slots)  # at first.slots nothing is written
         if self.store.residual:
             never = torch.iinfo(first.pos.dtype).max
             oldest = torch.where(first.pos >= self.sinks, first.pos, never).argmin(-1, keepdim=True)

@@ -1,24 +1,39 @@
 #!/usr/bin/env python3
-"""What kvpress adds to the time of reading a prompt, on the same weights (needs requirements-dev.txt).
+"""minikv beside transformers, and kvpress, on the same weights, threads and prompt (needs requirements-dev.txt).
 
-    python scripts/bench_peers.py --tokens 4096 --repeat 3
+    python scripts/bench_peers.py decode --tokens 128 --new-tokens 256 --dtype bfloat16
+    python scripts/bench_peers.py prefill --tokens 128 2048 8000
+    python scripts/bench_peers.py kvpress --tokens 4096 --repeat 3
 
-To be read beside scripts/bench_prefill.py, which measures ours in the same way. The last line is JSON.
+`decode`: a full cache, eager and compiled, beside transformers' dynamic, static, and static and compiled one.
+`prefill`: reading a prompt. Rounds visit all in turn, so that drift of the machine hits them alike. `kvpress`:
+what its presses add to reading a prompt, to be read beside scripts/bench_prefill.py. The last line is JSON.
 """
 
 import argparse
+import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from time import perf_counter
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import kvpress
 import torch
 import transformers
+from torch import Tensor, nn
 
+from minikv import CompressedKVCache
+from minikv.generate import prefill
+from minikv.step import CompiledStep, step
+from models import load_model
 from models.hub import find
+from models.load import DTYPES
+from scripts.bench_row import decode, digest
 from scripts.command_line import Parser, print_seconds
 
 PRESSES = {
@@ -34,22 +49,173 @@ PRESSES = {
     "random": kvpress.RandomPress,
 }
 
+Decoded = tuple[list[list[int]], list[float]]  # ids [n][B], and the seconds of each step
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="What kvpress adds to the time of reading a prompt.")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--policy", nargs="+", default=list(PRESSES), choices=list(PRESSES))
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--repeat", type=int, default=3)
-    return parser.parse_args(argv)
+    parser = Parser(description="minikv beside transformers and kvpress, on the same weights.")
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="decode | prefill | kvpress")
+    for name, what in (
+        ("decode", "one token after another through a full cache"),
+        ("prefill", "reading a prompt"),
+        ("kvpress", "what its presses add to reading a prompt"),
+    ):
+        task = tasks.add_parser(name, help=what, description=what)
+        task.add_argument("--model", default="smollm2-135m", help="as in chat.py (smollm2-135m)")
+        task.add_argument("--repeat", type=int, default=3, help="rounds (3)")
+        task.add_argument("--dtype", default="float32", choices=list(DTYPES), help="of weights (float32)")
+        task.add_argument(
+            "--tokens", type=int, nargs="+" if name == "prefill" else None, help="prompt",
+            default={"decode": 128, "prefill": [128, 2048], "kvpress": 4096}[name],
+        )  # fmt: skip
+    decoding, press = tasks.choices["decode"], tasks.choices["kvpress"]
+    decoding.add_argument("--new-tokens", type=int, default=64, help="tokens of a round (64)")
+    decoding.add_argument("--quantize", nargs="+", default=[], help="also ours with these weights, compiled")
+    decoding.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="both sides")
+    press.add_argument("--policy", nargs="+", default=list(PRESSES), choices=list(PRESSES))
+    press.add_argument("--budget", type=int, default=512, help="tokens that a press leaves (512)")
+    args = parser.parse_args(argv)
+    tokens = args.tokens if args.task == "prefill" else [args.tokens]
+    if args.repeat < 1 or min(tokens) < 1:
+        parser.error("--repeat and --tokens must be at least 1")
+    return args
+
+
+def load_theirs(args: argparse.Namespace) -> nn.Module:
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(find(args.model), dtype=DTYPES[args.dtype])
+    return model.eval().requires_grad_(False)
+
+
+def random_ids(model: nn.Module, tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, model.config.vocab_size, (1, tokens), generator=generator)
+
+
+# Decoding.
+
+
+def ours(model: nn.Module, compiled: bool, ids: Tensor, n: int) -> Callable[[], Decoded]:
+    """A round of ours: the prompt `ids [1, T]`, then n timed steps."""
+    cache = CompressedKVCache.for_model(model, "full", context=ids.shape[1] + n)
+    run = CompiledStep(cache) if compiled else step
+
+    def decode_round() -> Decoded:
+        cache.reset()
+        token = prefill(model, ids.tolist(), cache).argmax(-1, keepdim=True)
+        return decode(model, cache, run, token, n)
+
+    return decode_round
+
+
+def theirs(model: nn.Module, static: bool, compiled: bool, ids: Tensor, n: int) -> Callable[[], Decoded]:
+    """A round of transformers' model with nothing around it: their `generate` adds work to every token."""
+    length = ids.shape[1]
+    buffers = transformers.StaticCache(config=model.config, max_cache_len=length + n) if static else None
+    forward = torch.compile(model.forward, fullgraph=True, dynamic=False) if compiled else model.forward
+
+    def decode_round() -> Decoded:
+        cache = transformers.DynamicCache(config=model.config)
+        if buffers is not None:
+            cache = buffers
+            cache.reset()
+        token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+        found, seconds = [], []
+        for i in range(length, length + n):
+            begun = perf_counter()
+            pos = torch.tensor([i])
+            out = forward(token, past_key_values=cache, cache_position=pos, position_ids=pos[None])
+            seconds.append(perf_counter() - begun)
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            found.append(token[:, 0].tolist())
+        return found, seconds
+
+    return decode_round
+
+
+def contenders(args: argparse.Namespace) -> dict[str, Callable[[], Decoded]]:
+    model, peer = load_model(args.model, "cpu", args.dtype), load_theirs(args)
+    ids, n = random_ids(model, args.tokens), args.new_tokens
+    found = {
+        "minikv": ours(model, False, ids, n),
+        "transformers dynamic": theirs(peer, False, False, ids, n),
+        "transformers static": theirs(peer, True, False, ids, n),
+    }
+    if args.compile:
+        found["minikv compiled"] = ours(model, True, ids, n)
+        found["transformers static compiled"] = theirs(peer, True, True, ids, n)
+    for bits in args.quantize:
+        small = load_model(args.model, "cpu", args.dtype, quantize=bits)
+        found[f"minikv {bits}" + " compiled" * args.compile] = ours(small, args.compile, ids, n)
+    return found
 
 
 @torch.no_grad()
-def measure(args: argparse.Namespace) -> dict[str, list[float]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(find(args.model), dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (1, args.tokens), generator=generator)
+def compare_decoding(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds per step, each the median of a round, and a hash of the ids by name; a first round warms up."""
+    rounds = contenders(args)
+    hashes = {}
+    for name, decode_round in rounds.items():
+        print(f"warming up {name}", file=sys.stderr)
+        hashes[name] = digest(decode_round()[0])
+    seconds: dict[str, list[float]] = {name: [] for name in rounds}
+    for _ in range(args.repeat):
+        for name, decode_round in rounds.items():
+            seconds[name].append(median(decode_round()[1]))
+    show(f"decode after {args.tokens} tokens, {args.dtype}", seconds, 1000, "ms/token")
+    print("ids: " + ", ".join(f"{name} {digits[:6]}" for name, digits in hashes.items()))
+    return dict(seconds=seconds, ids=hashes)
+
+
+# Prefill.
+
+
+@torch.no_grad()
+def compare_prefill(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the logits after the prompt, for each length by name; a first round warms up."""
+    model, peer = load_model(args.model, "cpu", args.dtype), load_theirs(args)
+    found = {}
+    for tokens in args.tokens:
+        ids = random_ids(model, tokens)
+        rounds = [(our_prefill(model, ids), their_prefill(peer, ids)) for _ in range(args.repeat + 1)][1:]
+        seconds = dict(zip(("minikv", "transformers"), map(list, zip(*rounds, strict=True)), strict=True))
+        show(f"prefill of {tokens} tokens, {args.dtype}", seconds, 1, "s")
+        found[tokens] = seconds
+    return dict(seconds=found)
+
+
+def our_prefill(model: nn.Module, ids: Tensor) -> float:
+    cache = CompressedKVCache.for_model(model, "full", context=ids.shape[1])
+    begun = perf_counter()
+    prefill(model, ids.tolist(), cache)
+    return perf_counter() - begun
+
+
+def their_prefill(model: nn.Module, ids: Tensor) -> float:
+    cache = transformers.DynamicCache(config=model.config)
+    begun = perf_counter()
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return perf_counter() - begun
+
+
+def show(title: str, seconds: dict[str, list[float]], scale: float, unit: str) -> None:
+    """Medians, ranges, and how many times as fast as the best of transformers."""
+    best = min(median(took) for name, took in seconds.items() if name.startswith("transformers"))
+    print(
+        f"{title}: {unit}, median of {len(seconds['minikv'])} rounds (range), speed over transformers' best"
+    )
+    for name, took in seconds.items():
+        low, middle, high = (scale * x for x in (min(took), median(took), max(took)))
+        print(f"{name:30} {middle:8.2f} ({low:.2f}, {high:.2f})  {best / median(took):5.2f}")
+
+
+# kvpress.
+
+
+@torch.no_grad()
+def measure_presses(args: argparse.Namespace) -> dict[str, list[float]]:
+    model = load_theirs(args)
+    ids = random_ids(model, args.tokens)
     ratio = 1 - args.budget / args.tokens
     presses = {"full": None} | {name: PRESSES[name](ratio) for name in args.policy}
     times: dict[str, list[float]] = {name: [] for name in presses}
@@ -64,8 +230,15 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    times = measure(args)
-    print_seconds("kvpress", times, vars(args))
+    try:
+        if args.task == "kvpress":
+            print_seconds("kvpress", measure_presses(args), vars(args))
+            return 0
+        found = {"decode": compare_decoding, "prefill": compare_prefill}[args.task](args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(dict(settings=vars(args), threads=torch.get_num_threads(), **found)))
     return 0
 
 

@@ -22,6 +22,7 @@ LAYERS = {
     "minikv.layer": 5,
     "minikv.cache_file": 5,
     "minikv.cache": 6,
+    "minikv.sizing": 7,
     "minikv.replay": 7,
     "minikv.step": 7,
     "minikv.sampling": 7,

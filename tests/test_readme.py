@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minikv.policy import STRATEGIES
+from minikv.policy import STORES, STRATEGIES
 from models import MODELS
-from scripts import bench_prefill, chat, download, inspect_cache, measure_heads
+from scripts import bench, bench_prefill, chat, download, inspect_cache, measure_heads
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,6 +35,7 @@ def test_every_command_is_understood(command):
         "scripts/inspect_cache.py": inspect_cache.parse_args,
         "scripts/measure_heads.py": measure_heads.parse_args,
         "scripts/bench_prefill.py": bench_prefill.parse_args,
+        "scripts/bench.py": bench.parse_args,
     }
     parsers[script](flags)
 
@@ -62,13 +63,13 @@ def test_the_python_examples_run(capsys, smollm2_dir):
 
 
 def test_every_method_has_a_row_and_every_row_a_method():
-    table = README[README.index("## Methods") : README.index("Names combine")]
+    table = README[README.index("## Methods") : README.index("`--kv-bytes 64MiB`")]
     names = {
         name
         for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
         for name in re.findall(r"`(\w+)", row)
     }
-    assert names == set(STRATEGIES)
+    assert names == {*STRATEGIES, *STORES}
 
 
 def test_files_named_in_the_tree_exist():

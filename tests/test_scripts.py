@@ -71,6 +71,16 @@ def test_stats_go_to_standard_error_and_show_the_budget(toy_dir, tmp_path, chat)
     assert 40 <= kept < 48
 
 
+def test_a_budget_in_bytes_and_a_store_alone(toy_dir, chat):
+    flags = ("--model", toy_dir, "--prompt", "the quick brown fox " * 20, "--room", 8, "--max-new-tokens", 5)
+    kept = []
+    for more in (["--policy", "snapkv(window=8)+int4", "--kv-bytes", "44KiB"], ["--policy", "int4"]):
+        run = chat(*flags, *more, "--stats")
+        assert run.returncode == 0, run.stderr
+        kept.append(float(run.stderr.split("kept ")[1].split()[0]))
+    assert kept[0] < kept[1] == int(run.stderr.split(" seen")[0].split()[-1])
+
+
 def test_standard_input_is_a_prompt_too(toy_dir, chat):
     flags = ("--model", toy_dir, "--temperature", 0, "--max-new-tokens", 5)
     assert chat(*flags, stdin="hello").stdout == chat(*flags, "--prompt", "hello").stdout
@@ -88,6 +98,9 @@ def test_the_same_seed_repeats_the_answer(toy_dir, chat):
         (["--budget", "many"], ["--budget", "many"]),
         (["--budget", "64", "--policy", "snapvk"], ["snapvk", "snapkv"]),
         (["--policy", "snapkv"], ["--budget"]),
+        (["--kv-bytes", "lots"], ["lots", "64MiB"]),
+        (["--kv-bytes", "1MiB", "--budget", "64"], ["1MiB", "64"]),
+        (["--kv-bytes", "2KiB"], ["2,048", "36 tokens"]),
         (["--temperature", "-1"], ["temperature"]),
         (["--dtype", "int3"], ["int3", "bfloat16"]),
         (["--context", "9999"], ["9999", "256"]),
