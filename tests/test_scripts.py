@@ -74,7 +74,7 @@ def test_stats_go_to_standard_error_and_show_the_budget(toy_dir, tmp_path, chat)
 def test_a_budget_in_bytes_and_a_store_alone(toy_dir, chat):
     flags = ("--model", toy_dir, "--prompt", "the quick brown fox " * 20, "--room", 8, "--max-new-tokens", 5)
     kept = []
-    for more in (["--policy", "snapkv(window=8)+int4", "--kv-bytes", "44KiB"], ["--policy", "int4"]):
+    for more in (["--policy", "snapkv(window=8)+int4", "--kv-bytes", "30KiB"], ["--policy", "int4"]):
         run = chat(*flags, *more, "--stats")
         assert run.returncode == 0, run.stderr
         kept.append(float(run.stderr.split("kept ")[1].split()[0]))
