@@ -44,6 +44,7 @@ class Scorer(ABC):
     )
     watches: ClassVar[bool] = False  # `watch` is to see every step's attention
     replays: ClassVar[bool] = False  # prompts are read twice before they are compressed: `minikv.replay`
+    weighs_output: ClassVar[bool] = False  # `seen.wo` is looked at
     shifts_sinks: ClassVar[bool] = (
         False  # sinks are moved up to the others: positions may pass the trained length
     )
@@ -91,6 +92,7 @@ class Refiner:
     """A second look at the scores once each head's budget is known; this one changes nothing."""
 
     needs_attention: ClassVar[bool] = False  # scores must be attention; see `Scorer.attention_scores`
+    weighs_output: ClassVar[bool] = False  # `seen.wo` is looked at
 
     def refine(self, scores: Tensor, budgets: Tensor, seen: Seen) -> Tensor:
         """`scores [B, H, n]` with protected candidates at +inf, `budgets [B, H]` -> scores."""

@@ -40,13 +40,13 @@ class CompressedKVCache(nn.Module):
         device: torch.device | None = None,
     ):
         super().__init__()
-        config, embedding = model.config, model.embed.weight
+        config, weight = model.config, model.norm.weight
         self.policy, self.budgets, self.limit = policy, budgets, limit
         self.model_id = cache_file.fingerprint(model)
         self.note: dict[str, Any] | None = None  # what `save` was given beside the cache
         group = config.n_heads // config.n_kv_heads
-        device = device or embedding.device
-        sizes = Sizes(batch, config.n_kv_heads, group, config.head_dim, embedding.dtype, device)
+        device = device or weight.device
+        sizes = Sizes(batch, config.n_kv_heads, group, config.head_dim, weight.dtype, device)
         # Codes that span tokens and to which others are only added start at multiples of their span.
         aligned = policy.store.span > 1 and not policy.drops
         room = policy.store.span if aligned else policy.every or room
@@ -59,7 +59,7 @@ class CompressedKVCache(nn.Module):
                 policy,
                 budget,
                 config.window(i),
-                block.attention.wo.weight,
+                block.attention.wo,
                 model.rope.turn,
                 self.rows,
                 constants,

@@ -27,7 +27,7 @@ class Layer(nn.Module):
         policy: Policy,
         budget: int,
         window: int | None,
-        wo: Tensor,
+        wo: nn.Module,
         turn: Turn,
         rows: Rows,
         constants: dict[Codec, Fixed],
@@ -43,8 +43,9 @@ class Layer(nn.Module):
         # Slots come out of order where single ones are replaced, and where there are tiers.
         self.disorders = self.drops_each_step or policy.store.coded
         self.turned_sinks = policy.sinks if policy.score.shifts_sinks else 0
-        # Not registered: the model's weight and the model's rope are borrowed.
-        self.borrowed: tuple[Tensor, Turn] = (wo, turn)
+        # Not registered: the model's output projection and its rope are borrowed.
+        self.borrowed: tuple[nn.Module, Turn] = (wo, turn)
+        self.weighs_output = policy.score.weighs_output or policy.refine.weighs_output
         # Beyond the model's own sliding window nothing is ever looked at again.
         slots = budget if window is None else min(budget, window)
         statistics = policy.score.state(sizes.head_dim)
@@ -259,7 +260,9 @@ class Layer(nn.Module):
             pos=torch.cat([t.pos for t in parts], 2),
             last=last,
             sliding=self.window,
-            wo=wo.view(-1, self.sizes.heads, self.sizes.group, self.sizes.head_dim),
+            wo=wo.weight.view(-1, *self.queries.shape[1:3], self.sizes.head_dim)
+            if self.weighs_output
+            else None,
             state={name: torch.cat([t.state[name] for t in parts], 2) for name in self.statistics},
             new_q=None if new_q is None else new_q.unflatten(1, (self.sizes.heads, -1)),
             new_pos=new_pos,

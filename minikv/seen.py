@@ -27,7 +27,7 @@ class Seen:
     sliding: int | None = None  # the layer's own sliding window
     ahead: int = 1  # the next query to attend stands at last + ahead
     solid: bool = False  # no candidate is empty, and they are in order
-    wo: Tensor | None = None  # [C, H, G, D] output projection of each query head
+    wo: Tensor | None = None  # [C, H, G, D] output projection of each query head, for who `weighs_output`
     state: Mapping[str, Tensor] = field(default_factory=dict)  # the scorer's statistics, [B, H, n, ...]
     new_q: Tensor | None = None  # [B, H, G, T, D] all queries of the chunk that has just attended, if one has
     new_pos: Tensor | None = None  # [B, T]

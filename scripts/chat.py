@@ -112,7 +112,7 @@ def stats(chat: Chat) -> str:
     cache, timing = chat.cache, chat.timing
     config = chat.model.config
     kept = [len(head) for layer in range(config.n_layers) for head in cache.kept(layer)[0]]
-    element = chat.model.embed.weight.element_size()
+    element = chat.model.norm.weight.element_size()
     seen = int(cache.seen[0])
     full = 2 * config.n_layers * config.n_kv_heads * config.head_dim * element * seen
     lines = [

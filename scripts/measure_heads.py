@@ -76,7 +76,7 @@ def measure(model: Transformer, ids: list[int], n_queries: int, sinks: int, rece
     if len(ids) > model.config.max_position:
         raise ValueError(f"{len(ids)} tokens are more than the model's limit of {model.config.max_position}")
     watch = Watch(model, n_queries, sinks, recent)
-    tokens = torch.tensor([ids], device=model.embed.weight.device)
+    tokens = torch.tensor([ids], device=model.norm.weight.device)
     with torch.inference_mode():
         model.hidden(tokens, torch.arange(len(ids), device=tokens.device)[None], watch)
     return watch.scores

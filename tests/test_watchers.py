@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.hashes import gaussian
 from minikv import CompressedKVCache
 from minikv.axes import Scorer
 from minikv.policy import Policy
@@ -18,7 +19,7 @@ from minikv.seen import Seen
 from minikv.strategies import fastgen
 from minikv.strategies.fastgen import FastGen
 from minikv.strategies.h2o import H2O
-from minikv.strategies.hashevict import HashEvict, gaussian
+from minikv.strategies.hashevict import HashEvict
 from minikv.strategies.scissorhands import Scissorhands, ones
 from minikv.strategies.tova import TOVA
 from models.transformer import causal_attention

@@ -31,6 +31,7 @@ class CriticalKV(Refiner):
     epsilon: float = 1e-4
 
     needs_attention = True
+    weighs_output = True
 
     def __post_init__(self):
         if not 0 <= self.alpha <= 1:

@@ -16,12 +16,12 @@ prompt: "token": what exceeds the budget is taken token by token, as published; 
 With at most 17 distances ties are the rule; the lower position stays. R is one matrix for all layers.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kernels.hashes import distances, gaussian, sign_codes
 from minikv.axes import Scorer
 from minikv.seen import Seen
 
@@ -68,22 +68,8 @@ class HashEvict(Scorer):
         else:
             newest = (seen.q_pos == last)[:, None, None, :, None]
             probe = self.code((seen.q * newest).sum(3))  # [B, H, G]
-        differ = codes[:, :, None] ^ probe[..., None]  # [B, H, G or 1, n]
-        return -sum((differ >> bit) & 1 for bit in range(self.bits)).sum(2).float()
+        return -distances(codes, probe, self.bits)
 
     def code(self, x: Tensor) -> Tensor:
         """Signs of x `[..., D]` along the columns of R, packed: int64 `[...]`."""
-        signs = x.float() @ gaussian(x.shape[-1], self.bits, self.seed, x.device) >= 0
-        return (signs.long() << torch.arange(self.bits, device=x.device)).sum(-1)
-
-
-def gaussian(rows: int, columns: int, seed: int, device: torch.device) -> Tensor:
-    """Standard normal numbers `[rows, columns]`, the same for a seed on every device.
-
-    Computed from a counter: a compiled step can neither hold a random generator nor read a tensor of the host.
-    """
-    x = torch.arange(2 * rows * columns, device=device) + seed * 0x9E3779B9 % 2**32
-    for _ in range(3):  # scramble 32 bits
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) % 2**32
-    u, v = ((x.float() + 1) / 2**32).view(2, rows, columns)  # in (0, 1]
-    return (-2 * u.log()).sqrt() * (2 * math.pi * v).cos()  # Box and Muller
+        return sign_codes(x, gaussian(x.shape[-1], self.bits, self.seed, x.device))

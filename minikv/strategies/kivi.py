@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.codes import decode_channels, dot_channels, encode_grid, grid
-from kernels.pack import pack, row_words
+from kernels.codes import decode_channels, dot_channels
+from kernels.pack import row_words
+from kernels.quantize import quantize_channels
 from minikv.axes import Codec, Coded, Fixed
 from minikv.strategies.rtn import TokenGrid, check_bits, group_of, slots_last
 
@@ -45,14 +46,8 @@ class ChannelGrid(Codec):
         return {"words": words, "scale": scale, "zero": zero}
 
     def encode(self, x: Tensor, fixed: Fixed) -> dict[str, Tensor]:
-        spans = x.unflatten(-2, (-1, SPAN))  # [..., n / SPAN, SPAN, D]
-        scale, zero = grid(spans, self.bits, symmetric=False, dim=-2)
-        codes = encode_grid(spans, scale, zero, self.bits).flatten(-3, -2)
-        return {
-            "words": pack(codes, self.bits, x.shape[-1]),
-            "scale": scale[..., 0, :],
-            "zero": zero[..., 0, :],
-        }
+        words, scale, zero = quantize_channels(x, self.bits, SPAN)
+        return {"words": words, "scale": scale, "zero": zero}
 
     def decode(self, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
         return decode_channels(parts["words"], parts["scale"], parts["zero"], self.bits, SPAN)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.codes import decode_tokens, dot_tokens, encode_grid, grid, mix_tokens
-from kernels.pack import pack, row_words
+from kernels.codes import decode_tokens, dot_tokens, mix_tokens
+from kernels.pack import row_words
+from kernels.quantize import quantize_tokens
 from minikv.axes import Codec, Coded, Fixed
 
 GROUP = 32  # channels of a grid where the store does not say
@@ -39,11 +40,8 @@ class TokenGrid(Codec):
         return {"words": words, "scale": scale} | ({} if self.symmetric else {"zero": zero})
 
     def encode(self, x: Tensor, fixed: Fixed) -> dict[str, Tensor]:
-        grouped = x.unflatten(-1, (-1, self.group))
-        scale, zero = grid(grouped, self.bits, self.symmetric, dim=-1)
-        codes = encode_grid(grouped, scale, zero, self.bits).flatten(-2)
-        parts = {"words": pack(codes, self.bits, self.group), "scale": scale[..., 0]}
-        return parts | ({} if zero is None else {"zero": zero[..., 0]})
+        words, scale, zero = quantize_tokens(x, self.bits, self.group, self.symmetric)
+        return {"words": words, "scale": scale} | ({} if zero is None else {"zero": zero})
 
     def decode(self, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
         return decode_tokens(parts["words"], parts["scale"], parts.get("zero"), self.bits, self.group)
