@@ -8,6 +8,7 @@ from torch import nn
 from models.config import Config
 from models.fields import parse_json
 from models.hub import find
+from models.quantize import check_name, quantize_model
 from models.tokenizer import Tokenizer
 from models.tokenizer import load_tokenizer as read_tokenizer
 from models.transformer import Transformer
@@ -31,18 +32,21 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     layout: str = "hf",
+    quantize: str | None = None,
 ) -> Transformer:
     """A model ready to run, from a preset's name, a folder, a GGUF file or a downloaded hub id.
 
     device: default the GPU if there is one. dtype: default bfloat16 on a GPU, float32 on the CPU.
     layout: "meta" for weights in Meta's own format, whose q and k rows pair up neighbours for rope.
+    quantize: "int8" or "int4" for weights of half or a third of bfloat16's size; see `models.quantize`.
     Raises FileNotFoundError for what is not here yet and ValueError for what cannot be honoured, in one line.
     """
+    check_name(quantize)
     directory = find(name_or_dir)
     device, dtype = placement(device, dtype)
     model = skeleton(read_config(directory))
     load_weights(model, directory, device, dtype, layout)
-    return model.eval().requires_grad_(False)
+    return ready(model, quantize)
 
 
 def load_tokenizer(name_or_dir: str | Path, format: str | None = None) -> Tokenizer:
@@ -64,10 +68,12 @@ def random_model(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     seed: int = 0,
+    quantize: str | None = None,
 ) -> Transformer:
     """A model of a preset's exact shape (or of a `Config`) with random weights: no download, for benchmarks."""
     if isinstance(shape, str) and shape not in MODELS:
         raise ValueError(f"no preset is called {shape!r}; presets are {', '.join(MODELS)}")
+    check_name(quantize)
     config = MODELS[shape].config if isinstance(shape, str) else shape
     device, dtype = placement(device, dtype)
     model = skeleton(config).to(dtype).to_empty(device=device)
@@ -77,7 +83,13 @@ def random_model(
             nn.init.ones_(parameter)
         else:
             nn.init.normal_(parameter, std=0.02, generator=generator)
-    return model.eval().requires_grad_(False)
+    return ready(model, quantize)
+
+
+def ready(model: Transformer, quantize: str | None) -> Transformer:
+    """A filled model for inference, its matrices quantized in place if asked for."""
+    model.eval().requires_grad_(False)
+    return model if quantize is None else quantize_model(model, quantize)
 
 
 def skeleton(config: Config) -> Transformer:

@@ -29,6 +29,12 @@ class KVCache(Protocol):
         """Every layer has attended: count the new tokens as seen."""
 
 
+class Embedding(nn.Embedding):
+    def logits(self, x: Tensor) -> Tensor:
+        """States `[..., C]` -> logits `[..., V]`: the head of a model that ties it to the embedding."""
+        return F.linear(x, self.weight)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -106,7 +112,7 @@ class Transformer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.rope = Rope(config)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -140,4 +146,4 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """States [B, T, C] -> logits [B, T, V]."""
-        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        return self.embed.logits(x) if self.head is None else self.head(x)

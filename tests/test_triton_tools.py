@@ -1,0 +1,114 @@
+"""Triton kernels beside attention: equal to their twins, part of a compiled graph, machine code without spills."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+from triton.backends.compiler import GPUTarget
+
+from kernels import triton_gather, triton_hashes, triton_quantize, triton_received
+from tests.ahead import ARCHS, check, recorded
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_every_kernel_equals_its_twin_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--noconftest", "tests/interpreted_tools.py"]
+    run = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def attention(d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    q, k = zeros(1, 2, 4, 64, d, dtype=dtype), zeros(1, 2, 128, d, dtype=dtype)
+    return q, zeros(1, 64, dtype=torch.int64), k, zeros(1, 2, 128, dtype=torch.int32)
+
+
+Call = Callable[[], object]
+ONCE = torch.arange(8)[None, None]  # positions, an index or codes
+
+# What is launched, by name. The head size is no constant of `received`: one code serves all.
+CALLS: dict[str, tuple[ModuleType, Call]] = {
+    "received": (triton_received, lambda: triton_received.received(*attention(128, torch.bfloat16), 100)),
+    "received fp32": (triton_received, lambda: triton_received.received(*attention(64, torch.float32), 100)),
+    "largest": (triton_received, lambda: triton_received.largest(*attention(128, torch.bfloat16), None)),
+    "3 bits of tokens, symmetric": (
+        triton_quantize,
+        lambda: triton_quantize.quantize_tokens(zeros(9, 64, 64), 3, 64, True),
+    ),
+    "4 bits of tokens": (
+        triton_quantize,
+        lambda: triton_quantize.quantize_tokens(zeros(9, 64, 128), 4, 32, False),
+    ),
+    "8 bits of tokens": (
+        triton_quantize,
+        lambda: triton_quantize.quantize_tokens(zeros(9, 64, 256), 8, 32, False),
+    ),
+    "2 bits of channels": (
+        triton_quantize,
+        lambda: triton_quantize.quantize_channels(zeros(9, 64, 128), 2, 32),
+    ),
+    "4 bits of channels": (
+        triton_quantize,
+        lambda: triton_quantize.quantize_channels(zeros(9, 64, 256), 4, 32),
+    ),
+    "64 signs": (
+        triton_hashes,
+        lambda: triton_hashes.sign_codes(zeros(9, 256), zeros(256, 64, dtype=torch.float32)),
+    ),
+    "distances": (triton_hashes, lambda: triton_hashes.distances(ONCE, ONCE[:, :, :4], 16)),
+    "gather": (
+        triton_gather,
+        lambda: triton_gather.gather(zeros(1, 1, 8, 128), zeros(1, 1, 8, 128), ONCE.int(), ONCE),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_machine_code_for_every_gpu_spills_nothing_and_fits(name, monkeypatch):
+    module, call = CALLS[name]
+    # On a GPU models run in 16 bits; of the same kernel in float32 two architectures are proof enough.
+    check(recorded(monkeypatch, module, call), name, (80, 90) if "fp32" in name else ARCHS)
+
+
+@pytest.fixture
+def as_if_on_a_gpu() -> Iterator[None]:
+    """Lets torch read, for a GPU that is not here, which tensors a kernel writes."""
+    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    triton.runtime.driver.set_active(target)
+    yield
+    triton.runtime.driver.set_active(None)  # to be found anew when asked for
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_compiled_graph_holds_the_kernels_themselves(name, as_if_on_a_gpu):
+    """No graph break, and the ops are opened up: the compiler sees every launch, and that it only reads its inputs."""
+    launches = []
+
+    def compiler(graph, _):
+        launches.extend(n for n in graph.graph.nodes if n.target is triton_kernel_wrapper_functional)
+        outputs = [n.meta["val"] for n in graph.graph.find_nodes(op="output")[0].args[0]]
+        return lambda *_: [torch.empty(x.shape, dtype=x.dtype) for x in outputs]
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=compiler)
+    torch.compile(CALLS[name][1], backend=backend, fullgraph=True, dynamic=False)()
+    assert launches
+    for launch in launches:
+        assert not {"q_ptr", "k_ptr", "x_ptr", "pos_ptr", "codes_ptr"} & set(
+            launch.kwargs["tensors_to_clone"]
+        )
