@@ -17,6 +17,7 @@ from kernels.stretches import Stretch, attend, raw
 from tests.ahead import ARCHS, check, in_graph, recorded
 from tests.interpreted_attend import HEADS, NOW, normal, of_heads, of_pool, positions
 
+pytestmark = pytest.mark.gpu_kernels
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from kernels import triton_gather, triton_hashes, triton_quantize, triton_received
 from tests.ahead import ARCHS, check, recorded
 
+pytestmark = pytest.mark.gpu_kernels
 ROOT = Path(__file__).resolve().parents[1]
 
 
