@@ -196,5 +196,6 @@ def mix_lanes(weights: Tensor, planes: list[tuple[int, Tensor]], group: int) -> 
 
 
 def stored(x: Tensor) -> Tensor:
-    """x, written to memory once: the compiler would recompute it for each of its many readers."""
+    """x, contiguous. Compiled code writes it to memory here; otherwise it is computed anew for each of its readers."""
+    x = x.contiguous()
     return x.as_strided(x.shape, x.stride())

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.codes import stored
+
 LANES = 8  # floats in a vector of AVX2
 GROUP = 32  # channels that share a scale where a row has several
 SHIFTS_PER_GROUP = GROUP // LANES
@@ -90,12 +92,3 @@ def codes_at(words: Tensor, shift: int, bits: int) -> Tensor:
     """
     codes = (words.view(torch.int32) >> shift * bits) & (2**bits - 1)
     return (codes | TWO_TO_23).view(torch.float32) - 2.0**23
-
-
-def stored(x: Tensor) -> Tensor:
-    """x, contiguous. Compiled code writes it to memory here, and so computes it once.
-
-    It would otherwise be computed again (a norm, say) for every row of the matrix that it is multiplied with.
-    """
-    x = x.contiguous()
-    return x.as_strided(x.shape, x.stride())

@@ -158,12 +158,17 @@ class Policy:
         # A single name is the published method; of several, the scorer brings its guards and trigger.
         base = METHODS.get(parts[0][0]) if len(parts) == 1 else None
         if base is None and list(chosen) == ["store"]:
-            base = METHODS["kivi4" if chosen["store"].span > 1 else "int4"]
+            base = alone(chosen["store"])
         base = base or METHODS[named.get("score", "snapkv")]
         heads, store = chosen.get("heads", base.heads), chosen.get("store", base.store)
         if base.every == 1 and not (heads.uniform and one_at_a_time(store)):
             chosen["every"] = None
         return replace(base, **chosen)
+
+
+def alone(store: Store) -> Policy:
+    """A store that drops nothing. What spans tokens has no exact sinks, so that spans start at position 0."""
+    return Policy(Full(), store=store, sinks=0 if store.span > 1 else 4)
 
 
 def one_at_a_time(store: Store) -> bool:
@@ -254,7 +259,7 @@ METHODS: dict[str, Policy] = {
     "kvzip": Policy(KVzip()),
     "random": Policy(Random(), recent=10),
     "stride": Policy(Stride(), recent=10),
-    **{name: Policy(Full(), store=store, sinks=0 if store.span > 1 else 4) for name, store in STORES.items()},
+    **{name: alone(store) for name, store in STORES.items()},
     "mikv": Policy(H2O(), store=MiKV(), sinks=0, recent=0.5),
 }
 

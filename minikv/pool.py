@@ -146,6 +146,25 @@ class Slots(nn.Module):
         for name, new in numbers.items():
             write(self.fixed(which)[name], new, rows)
 
+    def rewrite(self, kept: Tokens, filled: Tensor, rows: Tensor) -> None:
+        """In `rows` (bool `[B]`) all slots take these tokens, where filled (bool, as `pos`)."""
+        for which, x in (("k", kept.k), ("v", kept.v)):
+            parts = self.encode(which, x)
+            for name, old in self.coded(which).items():
+                write(old, self.moved(self.codecs[which], old, parts[name], kept.home), rows)
+        write(self.pos, torch.where(filled, kept.pos, -1), rows)
+        for name, old in self.state.items():
+            write(old, kept.state[name], rows)
+
+    def moved(self, codec: Codec, old: Tensor, new: Tensor, home: Tensor | None) -> Tensor:
+        """New codes, but those of tokens that were here already as they were: coding again could change them."""
+        if codec.exact or codec.span > 1 or home is None:
+            return new
+        slot, axis = home - self.offset, self.pos.dim() - 1
+        here = (slot >= 0) & (slot < self.pos.shape[axis])
+        index = slot.clamp(0, self.pos.shape[axis] - 1)[..., None].expand_as(new)
+        return torch.where(here[..., None], old.gather(axis, index), new)
+
     def reset(self) -> None:
         """Empty; what layers share stays."""
         shared = {f"{which}_fixed_{name}" for which in "kv" for name in self.fixed_names[which]}
@@ -171,6 +190,10 @@ class Pool(Slots):
         """Slots to read so that the first `used` are among them."""
         span = max(self.tier.keys.span, self.tier.values.span)
         return min(-(-used // span) * span, self.slots)
+
+    def encode(self, which: str, x: Tensor) -> dict[str, Tensor]:
+        """Keys or values of slots `[B, H, n, D]` as they are stored."""
+        return self.codecs[which].encode(x, self.fixed(which))
 
     def held(self) -> Tensor:
         """Tokens of each head, `[B, H]`."""
@@ -199,22 +222,7 @@ class Pool(Slots):
         """Replace what `rows` (bool `[B]`) hold by the candidates that survive (bool `[B, H, n]`), in their order."""
         index, filled = places(survives, self.slots)
         kept = found.gather(index)
-        for which, codec in self.codecs.items():
-            parts = codec.encode(kept.k if which == "k" else kept.v, self.fixed(which))
-            for name, old in self.coded(which).items():
-                write(old, self.moved(codec, old, parts[name], kept.home), rows)
-        write(self.pos, torch.where(filled, kept.pos, -1), rows)
-        for name, old in self.state.items():
-            write(old, kept.state[name], rows)
-
-    def moved(self, codec: Codec, old: Tensor, new: Tensor, home: Tensor | None) -> Tensor:
-        """New codes, but those of tokens that were here already as they were: coding again could change them."""
-        if codec.exact or codec.span > 1 or home is None:
-            return new
-        slot = home - self.offset
-        here = (slot >= 0) & (slot < self.slots)
-        same = pick(old, slot.clamp(0, self.slots - 1))
-        return torch.where(here[..., None], same, new)
+        self.rewrite(kept, filled, rows)
 
     def append(self, found: Tokens, moves: Tensor, rows: Tensor) -> None:
         """Add the candidates that move (bool `[B, H, n]`) of `rows` (bool `[B]`) behind what is held."""
@@ -231,8 +239,8 @@ class Pool(Slots):
     def put(self, slot: Tensor, filled: Tensor, tokens: Tokens) -> None:
         """Write tokens to different slots `[B, H, m]`, where filled; in whole spans."""
         pairs = [(self.pos, tokens.pos), *((old, tokens.state[name]) for name, old in self.state.items())]
-        for which, codec in self.codecs.items():
-            parts = codec.encode(tokens.k if which == "k" else tokens.v, self.fixed(which))
+        for which, x in (("k", tokens.k), ("v", tokens.v)):
+            parts = self.encode(which, x)
             pairs += [(old, parts[name]) for name, old in self.coded(which).items()]
         for old, new in pairs:
             span, tail = self.slots // old.shape[2], old.shape[3:]
@@ -288,6 +296,12 @@ class RaggedPool(Slots):
             found[name] = found[name][torch.arange(len(self.owner))[:, None], self.owner]
         return found
 
+    def encode(self, which: str, x: Tensor) -> dict[str, Tensor]:
+        """Keys or values of all slots `[B, N, D]` as they are stored."""
+        blocks = x.unflatten(1, (self.owner.shape[1], -1))
+        parts = self.codecs[which].encode(blocks, self.fixed_of_blocks(which))
+        return {name: part.flatten(1, 2) for name, part in parts.items()}
+
     def tokens(self, n: int) -> Tokens:
         """What each head holds, padded to the longest head; nothing for n = 0."""
         index, pos = self.where()
@@ -334,23 +348,7 @@ class RaggedPool(Slots):
         owner = (start[..., None] <= block * self.block).sum(1) - 1
         for old, new in ((self.start, start), (self.count, count), (self.owner, owner)):
             write(old, new, rows)
-        for which, codec in self.codecs.items():
-            x = (kept.k if which == "k" else kept.v).unflatten(1, (len(block), -1))
-            parts = codec.encode(x, self.fixed_of_blocks(which))
-            for name, old in self.coded(which).items():
-                write(old, self.moved(codec, old, parts[name].flatten(1, 2), kept.home), rows)
-        write(self.pos, torch.where(filled, kept.pos, -1), rows)
-        for name, old in self.state.items():
-            write(old, kept.state[name], rows)
-
-    def moved(self, codec: Codec, old: Tensor, new: Tensor, home: Tensor | None) -> Tensor:
-        """As `Pool.moved`, for slots `[B, N, ...]`."""
-        if codec.exact or codec.span > 1 or home is None:
-            return new
-        slot = home - self.offset
-        here = (slot >= 0) & (slot < self.total)
-        same = old.gather(1, slot.clamp(0, self.total - 1)[..., None].expand_as(new))
-        return torch.where(here[..., None], same, new)
+        self.rewrite(kept, filled, rows)
 
 
 def write(old: Tensor, new: Tensor, rows: Tensor) -> None:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.matvec import dequantize_rows, matvec, quantize_rows, stored
+from kernels.codes import stored
+from kernels.matvec import dequantize_rows, matvec, quantize_rows
 from models.transformer import Transformer
 
 TILE = 2**20  # weights that are quantized or dequantized at a time: bounds the float32 copy

@@ -176,11 +176,11 @@ def fill(
     return token, (prefilled, perf_counter() - begun)
 
 
-def fill_randomly(model: nn.Module, cache: CompressedKVCache, ids: Tensor) -> None:
+def fill_randomly(model: nn.Module, cache: CompressedKVCache, ids: Tensor, piece_size: int = PIECE) -> None:
     """Random queries, keys and values for ids `[B, n]`, without running the model; the policy compresses as ever."""
     config, dtype = model.config, model.norm.weight.dtype
     generator = torch.Generator(ids.device).manual_seed(0)
-    for piece in ids.split(PIECE, dim=1):
+    for piece in ids.split(piece_size, dim=1):
         pos = cache.begin(piece)
         for layer in range(config.n_layers):
             q, k, v = (

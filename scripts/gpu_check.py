@@ -32,6 +32,7 @@ from minikv.physics import cache_bytes, weight_bytes
 from minikv.step import CompiledStep, Step, step
 from models import MODELS, random_model
 from scripts import gpu_kernels
+from scripts.bench_row import fill_randomly
 from scripts.command_line import Parser
 
 KERNEL_TOKENS = 1000
@@ -156,22 +157,8 @@ def copy_bandwidth(device: torch.device, repeat: int = 10) -> float:
 @torch.no_grad()
 def fill(model: nn.Module, cache: CompressedKVCache, context: int, piece: int) -> None:
     """`context` tokens of random queries, keys and values, without running the model; the policy drops as ever."""
-    config, weight = model.config, model.norm.weight
-    batch, device = len(cache.rows.seen), weight.device
-    generator = torch.Generator(device).manual_seed(0)
-    for start in range(0, context, piece):
-        length = min(piece, context - start)
-        pos = cache.begin(torch.zeros(batch, length, dtype=torch.int64, device=device))
-        for layer in range(config.n_layers):
-            q, k, v = (
-                torch.randn(
-                    batch, heads, length, config.head_dim,
-                    dtype=weight.dtype, device=device, generator=generator,
-                )
-                for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)
-            )  # fmt: skip
-            cache.attend(layer, q, k, v, pos)
-        cache.end(pos)
+    seen = cache.rows.seen
+    fill_randomly(model, cache, seen.new_zeros(len(seen), context), piece)
 
 
 @contextmanager

@@ -167,10 +167,10 @@ def test_a_compiled_step_that_errs_is_noticed(toy_dir, monkeypatch):
     assert wrong["eager_hash"] == right["eager_hash"]
 
 
-def test_a_synthetic_fill_is_compressed_as_a_prompt_is(toy, monkeypatch):
-    monkeypatch.setattr(bench_row, "PIECE", 33)  # the last piece is a single token
+def test_a_synthetic_fill_is_compressed_as_a_prompt_is(toy):
     cache = CompressedKVCache.for_model(toy, "snapkv", budget=40, room=8, batch=2)
-    fill_randomly(toy, cache, torch.ones(2, 100, dtype=torch.int64))
+    ids = torch.ones(2, 100, dtype=torch.int64)
+    fill_randomly(toy, cache, ids, piece_size=33)  # the last piece is a single token
     assert cache.seen.tolist() == [100, 100]
     held = [head for row in cache.kept(1) for head in row]
     assert [len(set(head)) for head in held] == [41] * 4  # the budget and the last piece

@@ -1,6 +1,7 @@
 """Stores: what is exact, what is coded, that codes stay, that a step attends to what is decoded, and bytes."""
 
 from dataclasses import replace
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -348,8 +349,6 @@ def test_fewer_bits_take_fewer_bytes_and_lose_more(toy):
 @pytest.mark.parametrize(("name", "bound"), [("int8", 1e-3), ("kivi4", 1e-2)])
 def test_kl_per_token_on_natural_text_is_below_its_bound(name, bound, real_model, real_tok):
     """700 tokens of prompt, 100 that follow; 2,048 are measured in docs/benchmarks.md."""
-    from pydoc_data.topics import topics
-
     ids = torch.tensor([real_tok.encode("\n\n".join(topics[n] for n in sorted(topics))[:6000])[:800]])
     want = real_model(ids)[:, 700:].log_softmax(-1)
     cache = CompressedKVCache.for_model(real_model, name, budget=1024)
