@@ -77,6 +77,12 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # also in the scripts that tests start
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the real model come first, so that the two processes end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def toy() -> Transformer:
     return make_toy()
