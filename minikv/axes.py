@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.plain import dot, mix
 from minikv.seen import Seen
 
 
@@ -172,11 +173,11 @@ class Codec:
 
     def dot(self, q: Tensor, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
         """q `[..., G, D]` with stored keys -> `[..., G, n]`."""
-        return q @ parts["x"].float().mT
+        return dot(q, parts["x"])
 
     def mix(self, weights: Tensor, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
         """Stored values summed with weights `[..., G, n]` -> `[..., G, D]`."""
-        return weights @ parts["x"].float()
+        return mix(weights, parts["x"])
 
 
 class Tier(NamedTuple):

@@ -10,7 +10,7 @@ from kernels.attend import Plain, Stretch, causal_chunk, chunk_attention, step_a
 from minikv.axes import Codec, Fixed
 from minikv.kept import Kept
 from minikv.policy import Policy
-from minikv.pool import Sizes, Tokens, joined
+from minikv.pool import Sizes, Tokens, at_slots, joined
 from minikv.rows import Rows, resized
 from minikv.seen import Seen
 
@@ -64,6 +64,11 @@ class Layer(nn.Module):
         half = torch.bfloat16 if sizes.dtype == torch.float32 else sizes.dtype
         queries = torch.zeros(*lead, sizes.group, ring, sizes.head_dim, dtype=half, device=sizes.device)
         self.register_buffer("queries", queries)
+
+    @property
+    def kind(self) -> tuple:
+        """What a compiled step depends on: layers of a kind differ by their tensors' values alone."""
+        return (self.window, *((x.shape, x.dtype) for x in self.buffers()))
 
     # Attention.
 
@@ -280,9 +285,9 @@ class Layer(nn.Module):
         """Write one token to each row's cursor."""
         pairs = [(self.fresh_k, new.k), (self.fresh_v, new.v)]
         pairs += [(self.get_buffer(f"fresh_{name}"), new.state[name]) for name in self.statistics]
+        slot = at_slots(rows.cursor[:, None, None].expand(-1, self.sizes.heads, -1))
         for buffer, x in pairs:
-            slot = rows.cursor.view(-1, *(1 for _ in x.shape[1:])).expand_as(x)
-            buffer.scatter_(2, slot, x)
+            buffer[slot] = x
 
     def remember(self, q: Tensor, pos: Tensor, rows: Rows) -> None:
         """Keep the last queries, for scorers that look at them."""

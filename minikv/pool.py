@@ -243,11 +243,10 @@ class Pool(Slots):
             parts = self.encode(which, x)
             pairs += [(old, parts[name]) for name, old in self.coded(which).items()]
         for old, new in pairs:
-            span, tail = self.slots // old.shape[2], old.shape[3:]
-            index = slot[:, :, ::span] // span
-            index = index.view(*index.shape, *(1 for _ in tail)).expand(*index.shape, *tail)
-            takes = filled[:, :, ::span].view(*index.shape[:3], *(1 for _ in tail))
-            old.scatter_(2, index, torch.where(takes, new.to(old.dtype), old.gather(2, index)))
+            span = self.slots // old.shape[2]
+            index = at_slots(slot[:, :, ::span] // span)
+            takes = filled[:, :, ::span].view(*new.shape[:3], *(1 for _ in new.shape[3:]))
+            old[index] = torch.where(takes, new.to(old.dtype), old[index])
 
 
 class RaggedPool(Slots):
@@ -349,6 +348,16 @@ class RaggedPool(Slots):
         for old, new in ((self.start, start), (self.count, count), (self.owner, owner)):
             write(old, new, rows)
         self.rewrite(kept, filled, rows)
+
+
+def at_slots(slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The index of slots `[B, H, m]` in a buffer `[B, H, n, ...]`.
+
+    Compiled code writes there in place, where it would copy the whole buffer for a scatter.
+    """
+    batch, heads, _ = slot.shape
+    row, head = torch.arange(batch, device=slot.device), torch.arange(heads, device=slot.device)
+    return row[:, None, None], head[:, None], slot
 
 
 def write(old: Tensor, new: Tensor, rows: Tensor) -> None:

@@ -1,15 +1,20 @@
 """One decode step, eager or compiled. Its shapes never change: what moves is in buffers."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from time import perf_counter
 from types import FunctionType
 
 import torch
 from torch import Tensor, nn
 
 from minikv.cache import CompressedKVCache
+from minikv.layer import Layer
+from minikv.rows import Rows
 
 Step = Callable[[nn.Module, CompressedKVCache, Tensor, Tensor], Tensor]
+Graph = Callable[..., Sequence[Tensor]]
+Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Graph]
 
 
 def step(model: nn.Module, cache: CompressedKVCache, token: Tensor, pos: Tensor) -> Tensor:
@@ -23,34 +28,141 @@ def step(model: nn.Module, cache: CompressedKVCache, token: Tensor, pos: Tensor)
     return model.logits(x)[:, 0]
 
 
-class CompiledStep:
-    """`step` through torch.compile: one graph for a cache's life, whatever its state.
+# The same in three pieces, so that one compiled block serves all layers. They share a state `x [B, 1, C]` and
+# what rope makes of the positions, which they write in place.
 
-    The cache is read in whole buffers from here on, so that shapes stay. Where there is no working
-    compiler the first call says so once, and the steps run eagerly.
+
+def enter(
+    model: nn.Module,
+    cache: CompressedKVCache,
+    token: Tensor,
+    pos: Tensor,
+    x: Tensor,
+    rope: tuple[Tensor, ...],
+) -> None:
+    cache.place(token, pos)
+    x.copy_(model.embed(token))
+    for kept, new in zip(rope, model.rope(pos), strict=True):
+        kept.copy_(new)
+
+
+def through(
+    block: nn.Module, layer: Layer, rows: Rows, pos: Tensor, x: Tensor, rope: tuple[Tensor, ...]
+) -> None:
+    x.copy_(block(x, rope, lambda q, k, v: layer.step(q, k, v, pos, rows)))
+
+
+def leave(model: nn.Module, cache: CompressedKVCache, pos: Tensor, x: Tensor) -> Tensor:
+    cache.advance(pos)
+    return model.logits(model.norm(x))[:, 0]
+
+
+def to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+class CompiledStep:
+    """`step` through torch.compile, made for one cache: a graph for each kind of layer, and one at either end.
+
+    Every tensor a step touches keeps its place, so its first run is recorded as a list of calls, and the
+    runs after it are that list again: on a GPU as one CUDA graph. The cache is read in whole buffers from
+    here on, so that shapes stay. `note` is told how long compiling took and whether there is a CUDA graph.
+    Where there is no working compiler it is told that, and the steps run eagerly.
     """
 
-    def __init__(self, cache: CompressedKVCache):
+    def __init__(
+        self,
+        cache: CompressedKVCache,
+        note: Callable[[str], None] = to_stderr,
+        backend: Backend | None = None,
+        cuda_graph: bool = True,
+    ):
         cache.rows.static = True
-        on_gpu = cache.rows.seen.is_cuda
-        # A code object of its own: torch compiles at most eight variants of one, and each cache shape is one.
-        self.own = FunctionType(step.__code__.replace(co_name=f"step_{id(self)}"), step.__globals__)
-        self.run: Step = torch.compile(
-            self.own, fullgraph=True, dynamic=False, mode="reduce-overhead" if on_gpu else None
-        )
-        self.proven = False
+        self.note = note
+        # Every tensor keeps its place, so there is no need to look at its strides in each step.
+        options = {"size_asserts": False}
+        self.backend = backend or torch._TorchCompileInductorWrapper(None, options, dynamic=False)
+        self.captures = cuda_graph and cache.rows.seen.is_cuda
+        self.works = True
+        self.compiled: dict[tuple, Callable] = {}
+        self.calls: list[tuple[Graph, tuple[Tensor, ...]]] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.made_for: Tensor | None = None  # a buffer that is another one once the cache has been resized
 
     def __call__(self, model: nn.Module, cache: CompressedKVCache, token: Tensor, pos: Tensor) -> Tensor:
-        if self.proven:
-            return self.run(model, cache, token, pos).clone()
+        if not self.works:
+            return step(model, cache, token, pos)
+        if self.made_for is not cache.rows.fresh_pos:
+            return self.first(model, cache, token, pos)
+        self.token.copy_(token)
+        self.pos.copy_(pos)
+        if self.captures and self.graph is None:
+            self.capture()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.replay()
+        return self.logits.clone()
+
+    def first(self, model: nn.Module, cache: CompressedKVCache, token: Tensor, pos: Tensor) -> Tensor:
+        """Compile, or without a compiler run eagerly from now on."""
+        begun = perf_counter()
         try:
-            logits = self.run(model, cache, token, pos).clone()
-        except torch._inductor.exc.InductorError as error:
-            # Compilation comes before anything runs, so nothing has been written yet.
+            logits = self.record(model, cache, token, pos)
+        except (torch._dynamo.exc.BackendCompilerFailed, torch._inductor.exc.InductorError) as error:
+            if len(self.calls) > 1:  # layers have changed already
+                raise
             reason = str(error).strip().splitlines()[0]
-            print(f"warning: torch.compile does not work here ({reason}); going on without", file=sys.stderr)
-            self.run = step
-            cache.rows.static = False
-            logits = self.run(model, cache, token, pos)
-        self.proven = True
+            self.note(f"warning: torch.compile does not work here ({reason}); going on without")
+            self.works = cache.rows.static = False
+            return step(model, cache, token, pos)
+        self.note(f"compiled in {perf_counter() - begun:.1f} s")
         return logits
+
+    def record(self, model: nn.Module, cache: CompressedKVCache, token: Tensor, pos: Tensor) -> Tensor:
+        """A step that notes every compiled call with its tensors."""
+        self.calls, self.graph, self.made_for = [], None, None
+        self.token, self.pos = token.clone(), pos.clone()
+        x, rope = model.embed(token).clone(), tuple(part.clone() for part in model.rope(pos))
+        self.own(enter)(model, cache, self.token, self.pos, x, rope)
+        for block, layer in zip(model.layers, cache.layers, strict=True):
+            self.own(through, layer.kind)(block, layer, cache.rows, self.pos, x, rope)
+        logits = self.own(leave)(model, cache, self.pos, x)
+        self.made_for = cache.rows.fresh_pos
+        return logits.clone()
+
+    def own(self, function: FunctionType, *kind: object) -> Callable:
+        """The function compiled for this step alone: torch compiles at most eight variants of a code object."""
+        key = (function, *kind)
+        if key not in self.compiled:
+            name = f"{function.__name__}_{id(self)}_{len(self.compiled)}"
+            copy = FunctionType(function.__code__.replace(co_name=name), function.__globals__)
+            self.compiled[key] = torch.compile(copy, backend=self.recorded, fullgraph=True, dynamic=False)
+        return self.compiled[key]
+
+    def recorded(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Graph:
+        run = self.backend(graph, examples)
+
+        def noted(*tensors: Tensor) -> Sequence[Tensor]:
+            self.calls.append((run, tensors))
+            return run(*tensors)
+
+        return noted
+
+    def replay(self) -> None:
+        for run, tensors in self.calls:
+            found = run(*tensors)
+        self.logits = found[0]
+
+    def capture(self) -> None:
+        """Note the launches of a replay as a CUDA graph; nothing runs."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self.replay()
+        except RuntimeError as error:
+            self.captures = False
+            self.note(f"CUDA graphs are off: {str(error).strip().splitlines()[0]}")
+            return
+        self.graph = graph
+        self.note("CUDA graphs are on: a step is one launch")

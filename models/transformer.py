@@ -1,11 +1,13 @@
 """The one decoder behind Llama, Mistral and Qwen: embedding, blocks of attention and MLP, norm, head.
 
-The families differ by data only (`Config`). The model turns tokens into rotated queries, keys and values
-and hands them to a cache; it knows nothing of masks, budgets or layouts.
+The families differ by data only (`Config`). A block turns states into rotated queries, keys and values and
+hands them to a function that attends; the model knows nothing of masks, budgets or layouts.
 
 Letters: B batch, T new tokens, H KV heads, G query heads per KV head, D head size, C model width, V vocabulary.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,7 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import Config
+from models.linear import Embedding, Linear
 from models.rope import Rope, rotate
+
+Attend = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # q [B, G*H, T, D], k and v [B, H, T, D] -> y, shaped as q
 
 
 class KVCache(Protocol):
@@ -29,12 +36,6 @@ class KVCache(Protocol):
         """Every layer has attended: count the new tokens as seen."""
 
 
-class Embedding(nn.Embedding):
-    def logits(self, x: Tensor) -> Tensor:
-        """States `[..., C]` -> logits `[..., V]`: the head of a model that ties it to the embedding."""
-        return F.linear(x, self.weight)
-
-
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -48,17 +49,17 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config):
         super().__init__()
-        self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
+        self.head_dim = config.head_dim
         q_size, kv_size = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.sizes = (q_size, kv_size, kv_size)
-        self.wqkv = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
-        self.wo = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.wqkv = Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
+        self.wo = Linear(q_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], pos: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         batch, length, _ = x.shape
         # [B, heads, T, D] each
         q, k, v = (
@@ -66,14 +67,11 @@ class Attention(nn.Module):
             for part in self.wqkv(x).split(self.sizes, dim=-1)
         )
         q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
-        if cache is None:
-            y = causal_attention(q, k, v, self.window)
-        else:
-            y = cache.attend(self.layer, q, k, v, pos)
+        y = attend(q, k, v)
         return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Attention without a cache: every token sees itself and what stands before it, within the window."""
     length = q.shape[2]
     if window is None or length <= window:
@@ -87,8 +85,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
 class MLP(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.ffn_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.ffn_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up = Linear(config.hidden_size, 2 * config.ffn_size, bias=config.mlp_bias)
+        self.down = Linear(config.ffn_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -96,15 +94,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config):
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], pos: Tensor, cache: KVCache | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, pos, cache)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, attend)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -114,11 +112,11 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.rope = Rope(config)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = None
         if not config.tied:
-            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, pos: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """tokens and pos [B, T] -> logits [B, T, V].
@@ -140,9 +138,15 @@ class Transformer(nn.Module):
         """tokens and pos [B, T] -> states before the head, [B, T, C]."""
         x = self.embed(tokens)
         rope = self.rope(pos)
-        for block in self.layers:
-            x = block(x, rope, pos, cache)
+        for layer, block in enumerate(self.layers):
+            x = block(x, rope, self.attend_in(layer, pos, cache))
         return self.norm(x)
+
+    def attend_in(self, layer: int, pos: Tensor, cache: KVCache | None) -> Attend:
+        """How tokens at `pos` attend in a layer: through the cache, or without one to each other."""
+        if cache is None:
+            return partial(causal_attention, window=self.config.window(layer))
+        return partial(cache.attend, layer, pos=pos)
 
     def logits(self, x: Tensor) -> Tensor:
         """States [B, T, C] -> logits [B, T, V]."""

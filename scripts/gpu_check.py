@@ -211,8 +211,7 @@ def make_step(mode: str, cache: CompressedKVCache) -> Step:
     """The step of one mode; "graphs" is what the chat runs on a GPU."""
     if mode == "eager":
         return step
-    compiled = CompiledStep(cache)
-    return compiled if mode == "graphs" else torch.compile(compiled.own, fullgraph=True, dynamic=False)
+    return CompiledStep(cache, cuda_graph=mode == "graphs")
 
 
 def measure(

@@ -1,32 +1,25 @@
 """One graph for a cache's life: no graph breaks, no recompiles, no buffer that moves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
 from minikv import METHODS, CompressedKVCache, generate
-from minikv.step import step
-from tests.conftest import small
+from minikv.step import CompiledStep, step
+from tests.conftest import make_toy, small
 
 
 def trigger(name: str):
     return small(METHODS[name], METHODS[name].every)
 
 
-class Counted:
-    """A compiled step that counts its graphs and runs them eagerly."""
-
-    def __init__(self):
-        torch._dynamo.reset()
-        self.counter = CompileCounter()
-        self.run = torch.compile(step, backend=self.counter, fullgraph=True, dynamic=False)
-
-    def __call__(self, model, cache, token, pos):
-        return self.run(model, cache, token, pos)
-
-    @property
-    def graphs(self) -> int:
-        return self.counter.frame_count
+@pytest.fixture
+def counter() -> CompileCounter:
+    """A backend that counts graphs and runs them eagerly."""
+    torch._dynamo.reset()
+    return CompileCounter()
 
 
 def talk(model, cache, run) -> list[list[int]]:
@@ -44,26 +37,48 @@ def talk(model, cache, run) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_one_graph_whatever_the_prompt_the_length_and_the_state(name, toy):
+def test_one_graph_whatever_the_prompt_the_length_and_the_state(name, toy, counter):
+    """One for each kind of layer, that is, and one at either end."""
     budget = 12 if METHODS[name].drops else 128
     cache = CompressedKVCache.for_model(toy, trigger(name), budget=budget, room=4, context=128)
     eager = talk(toy, cache, step)
     cache.reset()
-    cache.rows.static = True
     places = {name: buffer.data_ptr() for name, buffer in cache.named_buffers()}
-    run = Counted()
-    assert talk(toy, cache, run) == eager
-    assert run.graphs == 1
+    assert talk(toy, cache, CompiledStep(cache, backend=counter)) == eager
+    assert counter.frame_count == 2 + len({layer.kind for layer in cache.layers})
     assert {name: buffer.data_ptr() for name, buffer in cache.named_buffers()} == places
 
 
-def test_sampling_settings_do_not_compile_anything_new(toy):
+def test_layers_of_a_kind_share_a_graph(counter):
+    model = make_toy(n_layers=12, windows=(7, 7, *[None] * 10))
+    cache = CompressedKVCache.for_model(model, "pyramidkv", budget=200, room=4)
+    assert len({layer.kind for layer in cache.layers}) > 8  # as many as torch compiles of one function
+    ids = generate(model, [9] * 50, cache, max_new_tokens=6, ignore_eos=True).ids
+    cache.reset()
+    run = CompiledStep(cache, backend=counter)
+    assert generate(model, [9] * 50, cache, max_new_tokens=6, ignore_eos=True, step=run).ids == ids
+    assert counter.frame_count == 2 + len({layer.kind for layer in cache.layers}) < 2 + 12
+
+
+def test_a_cache_that_grows_is_recorded_again(toy, counter):
+    cache = CompressedKVCache.for_model(toy, replace(METHODS["snapkv"], every=0), budget=40, room=4)
+    run = CompiledStep(cache, backend=counter)
+    for _ in range(2):
+        for new, blocks in ((3, 1), (9, 3)):
+            ids = generate(toy, [5] * 9, cache, max_new_tokens=new, ignore_eos=True).ids
+            assert cache.rows.room == 4 * blocks
+            cache.reset()
+            assert generate(toy, [5] * 9, cache, max_new_tokens=new, ignore_eos=True, step=run).ids == ids
+            cache.reset()
+    assert counter.frame_count == 2 * 2 + 1  # what comes after the layers does not look at them
+
+
+def test_sampling_settings_do_not_compile_anything_new(toy, counter):
     cache = CompressedKVCache.for_model(toy, trigger("snapkv"), budget=12, room=4)
-    cache.rows.static = True
-    run = Counted()
+    run = CompiledStep(cache, backend=counter)
     for temperature in (0.0, 0.5, 2.0):
         generate(toy, [5] * 9, cache, max_new_tokens=4, temperature=temperature, ignore_eos=True, step=run)
-    assert run.graphs == 1
+    assert counter.frame_count == 3
 
 
 def test_logits_of_a_step_stay_valid_after_the_next(toy):

@@ -161,13 +161,3 @@ def test_ids_may_be_any_integers(toy):
     for ids in (torch.tensor([1.5]), ["a"], [None]):
         with pytest.raises(ValueError, match="integers"):
             generate(toy, ids, full(toy))
-
-
-def test_more_caches_than_torch_compiles_variants_of_one_function(toy):
-    """Eight variants per code object are the limit, and a cache of another size is another variant."""
-    torch._dynamo.reset()
-    for budget in range(40, 50):
-        cache = CompressedKVCache.for_model(toy, "l2", budget=budget, room=4)
-        run = CompiledStep(cache)
-        run.run = torch.compile(run.own, backend="eager", fullgraph=True)
-        generate(toy, [5] * 60, cache, max_new_tokens=3, ignore_eos=True, step=run)

@@ -39,8 +39,8 @@ class Several:
     def begin(self, *args) -> torch.Tensor:
         return [cache.begin(*args) for cache in self.caches][0]
 
-    def attend(self, *args) -> torch.Tensor:
-        return [cache.attend(*args) for cache in self.caches][0]
+    def attend(self, layer: int, q, k, v, pos: torch.Tensor) -> torch.Tensor:
+        return [cache.attend(layer, q, k, v, pos) for cache in self.caches][0]
 
     def end(self, pos: torch.Tensor) -> None:
         for cache in self.caches:

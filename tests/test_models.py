@@ -12,6 +12,7 @@ from models import MODELS, load_model, random_model
 from models.config import Config
 from models.load import placement, read_config, skeleton
 from models.rope import Rope
+from models.transformer import causal_attention
 from models.zoo import config_from_json
 
 TINY = dict(
@@ -138,7 +139,7 @@ def test_partial_rotary_turns_only_the_leading_dimensions(tmp_path):
     y = torch.stack([(q[h] @ k[h // 2].T / 4 + mask).softmax(-1) @ v[h // 2] for h in range(4)], 1)
     want = block.attention.wo(y.reshape(12, -1))[None]
     pos = torch.arange(12)[None]
-    assert_close(block.attention(x, model.rope(pos), pos, None), want, rtol=1e-4, atol=1e-4)
+    assert_close(block.attention(x, model.rope(pos), causal_attention), want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_in_bfloat16_keeps_exact_frequencies():

@@ -3,7 +3,6 @@
 import re
 import shlex
 from ast import literal_eval
-from pathlib import Path
 
 import pytest
 
@@ -11,17 +10,16 @@ from minikv.policy import STORES, STRATEGIES
 from models import MODELS
 from scripts import bench, bench_prefill, chat, download, inspect_cache, measure_heads
 from scripts import eval as evaluation
+from tests.pages import ROOT, blocks, run
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+PAGE = ROOT / "README.md"
+README = PAGE.read_text(encoding="utf-8")
 
 
 def commands() -> list[list[str]]:
-    lines = [part for block in blocks("bash") for line in block.splitlines() for part in line.split("&&")]
+    lines = [
+        part for block in blocks(PAGE, "bash") for line in block.splitlines() for part in line.split("&&")
+    ]
     return [shlex.split(line) for line in lines]
 
 
@@ -55,10 +53,10 @@ def test_every_preset_is_listed_and_nothing_else():
 
 @pytest.mark.slow
 def test_the_python_examples_run(capsys, smollm2_dir):
-    first, strategy = blocks("python")
-    exec(compile(first, "README.md", "exec"), {})
+    first, strategy = blocks(PAGE, "python")
+    run(PAGE, first, {})
     assert "Paris" in capsys.readouterr().out
-    exec(compile(strategy, "README.md", "exec"), {"__name__": "readme"})
+    run(PAGE, strategy, {})
     positions = literal_eval(capsys.readouterr().out.splitlines()[-1])
     old = [p for p in positions if 4 <= p < positions[-1] - 15]
     assert positions[:4] == [0, 1, 2, 3] and all(p % 2 for p in old)
