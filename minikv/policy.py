@@ -76,6 +76,11 @@ class Policy:
                 f"{self.heads} gives heads different lengths, which is decided for many tokens at a time; "
                 "use every=16 or more, every=0 or every=None"
             )
+        if self.refine != Refiner() and self.every == 1:
+            raise ValueError(
+                f"{self.refine} chooses among many tokens, and every=1 drops a single one; use every=16 or more, "
+                "every=0 or every=None"
+            )
         if (
             self.every is not None
             and 0 < self.every < self.store.span
@@ -142,8 +147,9 @@ class Policy:
     def parse(text: str) -> "Policy":
         """`"snapkv(window=16)"`: names of METHODS or strategies joined by `+`, each filling one axis.
 
-        A per-step method with heads of different lengths drops whenever the room is full instead. Raises
-        ValueError naming the word that is unknown, malformed or given twice for one axis.
+        A per-step method that is joined with what needs many tokens at a time (a refiner, heads of different
+        lengths, some stores) drops whenever the room is full instead. Raises ValueError naming the word that is
+        unknown, malformed or given twice for one axis.
         """
         parts = [_parse_part(word.strip()) for word in text.split("+")]
         chosen: dict[str, object] = {}
@@ -161,7 +167,7 @@ class Policy:
             base = alone(chosen["store"])
         base = base or METHODS[named.get("score", "snapkv")]
         heads, store = chosen.get("heads", base.heads), chosen.get("store", base.store)
-        if base.every == 1 and not (heads.uniform and one_at_a_time(store)):
+        if base.every == 1 and not (heads.uniform and one_at_a_time(store) and "refine" not in chosen):
             chosen["every"] = None
         return replace(base, **chosen)
 
@@ -177,7 +183,10 @@ def one_at_a_time(store: Store) -> bool:
 
 
 def to_text(policy: Policy) -> str:
-    """The strategies of a policy as `from_text` reads them; neutral members are left out."""
+    """The strategies of a policy as `from_text` reads them; neutral members are left out.
+
+    Raises ValueError for a strategy without a name.
+    """
     names = {kind: name for name, kind in STRATEGIES.items()}
     parts = []
     for axis in AXES:
@@ -185,6 +194,10 @@ def to_text(policy: Policy) -> str:
         if type(strategy) in names:
             values = ", ".join(f"{f.name}={getattr(strategy, f.name)!r}" for f in fields(strategy))
             parts.append(f"{names[type(strategy)]}({values})")
+        elif type(strategy) is not AXES[axis]:
+            raise ValueError(
+                f"{strategy} has no name to be found by; add one to STRATEGIES in minikv/policy.py"
+            )
     return "+".join(dict.fromkeys(parts))
 
 

@@ -224,6 +224,14 @@ class Pool(Slots):
         kept = found.gather(index)
         self.rewrite(kept, filled, rows)
 
+    def extend(self, parts: list[Tokens], start: int) -> None:
+        """Write tokens without statistics, as they are, to the slots from `start` on of every row and head."""
+        for tokens in parts:
+            end = start + tokens.pos.shape[2]
+            for old, new in ((self.k_x, tokens.k), (self.v_x, tokens.v), (self.pos, tokens.pos)):
+                old[:, :, start:end] = new
+            start = end
+
     def append(self, found: Tokens, moves: Tensor, rows: Tensor) -> None:
         """Add the candidates that move (bool `[B, H, n]`) of `rows` (bool `[B]`) behind what is held."""
         n = min(self.filled(moves.shape[2]), self.slots)

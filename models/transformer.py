@@ -85,12 +85,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
 class MLP(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        self.gate_up = Linear(config.hidden_size, 2 * config.ffn_size, bias=config.mlp_bias)
+        self.gate = Linear(config.hidden_size, config.ffn_size, bias=config.mlp_bias)
+        self.up = Linear(config.hidden_size, config.ffn_size, bias=config.mlp_bias)
         self.down = Linear(config.ffn_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):

@@ -100,8 +100,8 @@ def block_places(config: Config, names: dict[str, str]) -> dict[str, Place]:
         ("k", "attention.wqkv", q, kv, width, config.qkv_bias, config.n_kv_heads),
         ("v", "attention.wqkv", q + kv, kv, width, config.qkv_bias, 0),
         ("o", "attention.wo", 0, width, q, config.o_bias, 0),
-        ("gate", "mlp.gate_up", 0, ffn, width, config.mlp_bias, 0),
-        ("up", "mlp.gate_up", ffn, ffn, width, config.mlp_bias, 0),
+        ("gate", "mlp.gate", 0, ffn, width, config.mlp_bias, 0),
+        ("up", "mlp.up", 0, ffn, width, config.mlp_bias, 0),
         ("down", "mlp.down", 0, width, ffn, config.mlp_bias, 0),
     ]
     # (their name, our module, size)

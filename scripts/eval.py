@@ -8,12 +8,12 @@
 The full cache is always measured too: it is the reference. Rows are JSON lines with every setting, the cache's own
 bytes and the tokens it kept; those that --out already holds are not measured again. A table follows, with means
 over samples and 95 % intervals (percentile bootstrap, 2000 resamples of the samples). The same seed gives the same
-rows.
+rows, seconds apart.
 
 Tasks: text (continuation of natural text, in one chunk), long (the same, step by step), heads (attention lost
-and outputs moved, head by head), induction (quoting a text), facts, lines, passkey, variables, table (made from the
-seed), and longbench:FILE.jsonl, ruler:FILE.jsonl (your files). --protocol aware compresses with the question in
-sight, agnostic before it is asked.
+and outputs moved, head by head), cost (seconds to read a prompt and of a compiled step; leave the machine alone),
+induction (quoting a text), facts, lines, passkey, variables, table (made from the seed), and longbench:FILE.jsonl,
+ruler:FILE.jsonl (your files). --protocol aware compresses with the question in sight, agnostic before it is asked.
 """
 
 import argparse

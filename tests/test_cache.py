@@ -1,6 +1,6 @@
 """The cache against two truths: the model without a cache, and a full cache that hides what was dropped."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from kernels.attend import Plain, step_attention
 from minikv import METHODS, CompressedKVCache, generate
+from minikv.axes import HeadSplit
 from tests.conftest import RAW, make_toy, small, small_or_none
 from tests.oracle import MaskedDense
 
@@ -269,6 +270,17 @@ def test_a_saved_cache_goes_on_like_the_one_it_was(toy, tmp_path):
         rest = ids[:, 22:]
         assert torch.equal(feed(toy, again, rest, [1, 5, 1]), feed(toy, cache, rest, [1, 5, 1]))
     assert [p.name for p in tmp_path.iterdir()] == ["cache.safetensors"]
+
+
+def test_a_strategy_without_a_name_cannot_be_saved(toy, tmp_path):
+    @dataclass(frozen=True)
+    class Nameless(HeadSplit):
+        """Evenly."""
+
+    cache = CompressedKVCache.for_model(toy, replace(METHODS["l2"], heads=Nameless()), budget=40)
+    with pytest.raises(ValueError, match="Nameless.* has no name to be found by"):
+        cache.save(tmp_path / "cache.safetensors")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_cache_of_another_model_or_no_cache_is_refused(toy, windowed_toy, tmp_path):

@@ -1,5 +1,6 @@
 """One graph for a cache's life: no graph breaks, no recompiles, no buffer that moves."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -71,6 +72,23 @@ def test_a_cache_that_grows_is_recorded_again(toy, counter):
             assert generate(toy, [5] * 9, cache, max_new_tokens=new, ignore_eos=True, step=run).ids == ids
             cache.reset()
     assert counter.frame_count == 2 * 2 + 1  # what comes after the layers does not look at them
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(type(found) is torch.Tensor for found in gc.get_objects())
+
+
+def test_two_hundred_prompts_compile_once_and_leave_nothing_behind(toy, counter):
+    cache = CompressedKVCache.for_model(toy, trigger("snapkv"), budget=12, room=4)
+    run, counts = CompiledStep(cache, backend=counter), []
+    for i in range(200):
+        generate(toy, [5] * (1 + i % 67), cache, max_new_tokens=1 + i % 7, ignore_eos=True, step=run)
+        if i % 50 == 49:
+            counts.append(live_tensors())
+        cache.reset()
+    assert counter.frame_count == 3
+    assert len(set(counts)) == 1, counts
 
 
 def test_sampling_settings_do_not_compile_anything_new(toy, counter):

@@ -11,9 +11,10 @@ import torch
 from minikv import Policy
 from minikv.generate import prefill
 from minikv.sizing import predict_nbytes
+from minikv.step import step
 from models import load_model, load_tokenizer
 from scripts import eval as script
-from scripts.evaluation import files, natural, retrieval
+from scripts.evaluation import files, measure, natural, retrieval
 from scripts.evaluation.caches import FULL, CacheMaker, Plan, Settings, all_plans
 from scripts.evaluation.measure import read_prompt
 from scripts.evaluation.samples import Order
@@ -249,13 +250,19 @@ def test_reading_together_is_reading_alone(policy, model, tok):
 # Runs.
 
 
-def test_every_task_runs_from_the_command_line_to_a_table(run):
+@pytest.fixture
+def eager(monkeypatch):
+    """Compiled steps as eager ones: compiling is tested elsewhere and takes its time."""
+    monkeypatch.setattr(measure, "CompiledStep", lambda cache, note: step)
+
+
+def test_every_task_runs_from_the_command_line_to_a_table(run, eager):
     code, rows, out, err = run(
         "--policy", "random", "int4", "--budget", "64", "--task", *TASKS, *SMALL, "--new", "12",
         "--protocol", "aware", "agnostic", "--n", "1",
     )  # fmt: skip
     assert (code, err) == (0, "")
-    assert len(rows) == (len(ASKING) * 2 + 3) * 3
+    assert len(rows) == (len(ASKING) * 2 + 4) * 3
     for row in rows:
         assert set(TASKS[row["task"]].columns) - {"better_heads"} <= set(row["metrics"])
         assert row["nbytes"] > 0 and row["kept"] == pytest.approx(
@@ -263,8 +270,11 @@ def test_every_task_runs_from_the_command_line_to_a_table(run):
         )
         if row["policy"] == "full" and "kl" in row["metrics"]:
             assert (row["metrics"]["kl"], row["metrics"]["agreement"]) == (0, 1)
-    assert out.count("question-agnostic") == len(ASKING) and out.count("no question") == 3
+    assert out.count("question-agnostic") == len(ASKING) and out.count("no question") == 4
     assert {row["protocol"] for row in rows} == {"aware", "agnostic", "none"}
+    together = out.partition("together")[2].splitlines()
+    assert [line.split("|")[1].strip() for line in together[4:]] == ["full", "random", "int4"]
+    assert all(f" {task}: " in together[2] for task in TASKS)
 
 
 def test_the_full_cache_predicts_what_the_model_without_a_cache_does(run, model, tok):
@@ -386,6 +396,14 @@ def test_pictures_are_written(run, tmp_path):
         picture = (pictures / name).read_bytes()
         assert picture.startswith(b"\x89PNG") and len(picture) > 5000
         assert name in err
+
+
+def test_the_cost_of_a_policy_becomes_a_picture_of_quality_against_time(run, tmp_path, eager):
+    flags = ["--policy", "random", "int4", "--budget", "64", "--task", "text", "cost", *SMALL, "--new", "12"]
+    _, rows, _, _ = run(*flags, "--plot", tmp_path / "pictures")
+    assert sum(row["task"] == "cost" for row in rows) == 3  # one sample, however many are asked for
+    drawn = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert "text-300-time.png" in drawn and not any(name.startswith("cost") for name in drawn)
 
 
 @pytest.mark.slow

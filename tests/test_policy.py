@@ -10,6 +10,7 @@ from minikv import METHODS, CompressedKVCache, Policy
 from minikv.axes import Full, Scorer
 from minikv.policy import rank
 from minikv.seen import Seen
+from minikv.strategies.criticalkv import CriticalKV
 from minikv.strategies.snapkv import SnapKV
 from minikv.strategies.streaming import StreamingLLM
 
@@ -63,6 +64,9 @@ def test_a_policy_that_cannot_be_is_refused_with_the_word(text, words):
 def test_numbers_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="every=8.*32 queries.*every=32"):
         Policy(SnapKV(), every=8)
+    with pytest.raises(ValueError, match="every=1 drops a single one"):
+        replace(METHODS["h2o"], refine=CriticalKV())
+    assert Policy.parse("h2o+criticalkv").every is None
     with pytest.raises(ValueError, match="sinks must be 0 or more, not -1"):
         Policy(Full(), sinks=-1)
     with pytest.raises(ValueError, match=r"budget of 8 .* 4 sinks \+ 32 recent tokens = 36"):

@@ -1,19 +1,22 @@
 """One sample, several caches: what each of them makes of it. The first cache is the full one, the reference."""
 
 from collections.abc import Callable, Iterator
-from statistics import mean
+from statistics import mean, median
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from minikv import CompressedKVCache, generate
-from minikv.generate import prefill
+from minikv.generate import prefill, wait_for
+from minikv.step import CompiledStep
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 from scripts.evaluation.metrics import compare, run_length
 from scripts.evaluation.perturbation import Recorder, lost_attention, perturbed
 from scripts.evaluation.samples import Sample
 
+ROUNDS = 3  # a prompt is read so many times to tell how long that takes
 BINS = 64  # stretches of a prompt for which a row tells how much of them was kept
 
 Found = dict[str, float | list]
@@ -119,6 +122,38 @@ def heads(
             run_length=mean(runs),
             per_head=[[round(x, 6) for x in layer] for layer in moved],
         )
+
+
+@torch.no_grad()
+def cost(
+    model: Transformer, tok: Tokenizer, sample: Sample, caches: list[CompressedKVCache], _: list[Tensor]
+) -> Iterator[Found]:
+    """Seconds to read the prompt, median of ROUNDS after a first, and of a compiled step of the continuation.
+
+    Rounds visit the caches in turn, so that what disturbs the machine disturbs all.
+    """
+    reading: list[list[float]] = [[] for _ in caches]
+    for _ in range(ROUNDS):
+        for cache, seconds in zip(caches, reading, strict=True):
+            cache.reset()
+            begun = perf_counter()
+            wait_for(prefill(model, [sample.context], cache))
+            seconds.append(perf_counter() - begun)
+    for cache, seconds in zip(caches, reading, strict=True):
+        yield dict(prefill=median(seconds), step=median(step_seconds(model, sample.target.ids, cache)))
+
+
+def step_seconds(model: Transformer, ids: list[int], cache: CompressedKVCache) -> list[float]:
+    """Seconds of each step that is fed one of these, the compiling one left out."""
+    run, seconds = CompiledStep(cache, note=lambda text: None), []
+    cache.reserve(len(ids))
+    for id in ids:
+        token = torch.tensor([[id]], device=cache.seen.device)
+        begun = perf_counter()
+        wait_for(run(model, cache, token, cache.seen[:, None]))
+        seconds.append(perf_counter() - begun)
+        cache.settle()
+    return seconds[1:]
 
 
 def what_is_kept(cache: CompressedKVCache, n_layers: int) -> tuple[float, list[float]]:

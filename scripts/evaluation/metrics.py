@@ -31,6 +31,8 @@ METRICS = {
     "perturbation": Metric("relative L1 after W_O", True),
     "better_heads": Metric("heads better than {}", False),
     "run_length": Metric("run length, tokens", False, 1),
+    "step": Metric("decode, s/step", True, 4),
+    "prefill": Metric("prefill, s", True, 2),
     "score": Metric("score", False),
 }
 

@@ -1,6 +1,7 @@
 """Natural text, cut into a prompt and its continuation."""
 
 import random
+from dataclasses import replace
 from pydoc_data.topics import topics
 
 from models.tokenizer import Tokenizer
@@ -12,6 +13,11 @@ CUE, QUOTED = 16, 16  # tokens of `quotation`: they say where it begins, and how
 def continuation(tok: Tokenizer, order: Order) -> list[Sample]:
     """`tokens` of text to read, and the `new` that follow in one chunk."""
     return continued(tok, order, one_by_one=False)
+
+
+def one_prompt(tok: Tokenizer, order: Order) -> list[Sample]:
+    """A single sample of `decoding`, however many are asked for: to measure time with."""
+    return decoding(tok, replace(order, n=1))
 
 
 def decoding(tok: Tokenizer, order: Order) -> list[Sample]:

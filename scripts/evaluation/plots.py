@@ -24,7 +24,10 @@ PANELS = 6  # heat maps side by side
 def draw_all(rows: list[Row], directory: Path) -> list[Path]:
     """Pictures of every task, length and protocol, as PNG files in the directory; gives their paths."""
     drawn = []
+    rows = with_step_seconds(rows)
     for (task, protocol), part in grouped(rows, "task", "protocol").items():
+        if task == "cost":
+            continue
         stem = re.sub(r"\W+", "-", Path(task).stem) + ("" if protocol == "none" else f"-{protocol}")
         for (tokens,), same in grouped(part, "tokens").items():
             here = f"{stem}-{tokens}"
@@ -32,12 +35,25 @@ def draw_all(rows: list[Row], directory: Path) -> list[Path]:
                 quality(same, "nbytes", directory / f"{here}-bytes.png"),
                 quality(same, "kept", directory / f"{here}-tokens.png"),
             ]
+            timed = [row for row in same if "step_ms" in row]
+            if timed:
+                drawn.append(quality(timed, "step_ms", directory / f"{here}-time.png"))
             dropped = [row for row in same if min(row["kept_where"]) < 1]
             if dropped:
                 drawn.append(kept_map(dropped, directory / f"{here}-kept.png"))
         if all(row["depth"] is not None for row in part):
             drawn.append(needles(part, directory / f"{stem}-needles.png"))
     return drawn
+
+
+def with_step_seconds(rows: list[Row]) -> list[Row]:
+    """Rows with the milliseconds of a decode step, where the task `cost` has measured that policy and amount."""
+
+    def plan(row: Row) -> tuple:
+        return row["policy"], row["budget"], row["kv_bytes"]
+
+    found = {plan(row): 1e3 * row["metrics"]["step"] for row in rows if row["task"] == "cost"}
+    return [{**row, "step_ms": found[plan(row)]} if plan(row) in found else row for row in rows]
 
 
 def title(rows: list[Row]) -> str:
@@ -48,8 +64,15 @@ def title(rows: list[Row]) -> str:
     return f"{name}, {length} tokens{asked} ({Path(first['model']).name}, n = {len(grouped(rows, 'sample'))})"
 
 
+SIZES = {
+    "nbytes": "cache, MiB (allocated)",
+    "kept": "tokens kept per KV head",
+    "step_ms": "compiled decode step, ms",
+}
+
+
 def quality(rows: list[Row], size: str, path: Path) -> Path:
-    """The task's first figure against `size` (nbytes or kept): a line for each policy, bars of 95 %."""
+    """The task's first figure against one of SIZES: a line for each policy, bars of 95 %."""
     column = find_task(rows[0]["task"]).columns[0]
     metric, scale = METRICS[column], MIB if size == "nbytes" else 1
     figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
@@ -58,7 +81,7 @@ def quality(rows: list[Row], size: str, path: Path) -> Path:
         x, y, low, high = map(np.array, zip(*points, strict=True))
         if policy == "full":
             axes.axhline(y[0], color="0.35", linestyle="--", label="full cache", zorder=1)
-            if size == "nbytes":
+            if size != "kept":
                 axes.plot(x[0] / scale, y[0], marker="|", markersize=14, color="0.35")
             continue
         style = dict(color=COLOURS[(i - 1) % len(COLOURS)], marker=MARKERS[(i - 1) % len(MARKERS)])
@@ -77,7 +100,7 @@ def quality(rows: list[Row], size: str, path: Path) -> Path:
     axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 5)))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("cache, MiB (allocated)" if size == "nbytes" else "tokens kept per KV head", fontsize=12)
+    axes.set_xlabel(SIZES[size], fontsize=12)
     axes.set_ylabel(f"{metric.label} ({'less' if metric.less_is_better else 'more'} is better)", fontsize=12)
     axes.set_title(title(rows), fontsize=12)
     axes.grid(alpha=0.3)

@@ -132,7 +132,24 @@ def tables(rows: list[Row]) -> str:
             line(*key, group, columns) for key, group in grouped(part, "policy", "budget", "kv_bytes").items()
         ]
         parts.append(f"{name}: {length}, {asked}\n\n{markdown(head, lines)}")
+    if len(grouped(rows, "task")) > 1:
+        parts.append(f"together\n\n{overview(rows)}")
     return "\n\n".join(parts)
+
+
+def overview(rows: list[Row]) -> str:
+    """A line for each policy and amount with the first figure of every task; bytes are those of the first task."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    columns = {task: find_task(task).columns[0] for task in tasks}
+    head = [f"{task}: {METRICS[column].label.format('the first')}" for task, column in columns.items()]
+    lines = []
+    for (policy, *_), mine in grouped(rows, "policy", "budget", "kv_bytes").items():
+        by_task = {task: [row for row in mine if row["task"] == task] for task in tasks}
+        sizes = [row["nbytes"] for row in by_task[tasks[0]]]
+        size = f"{mean(sizes) / MIB:.2f}" if sizes else "-"
+        figures = [figure(by_task[task], column) for task, column in columns.items()]
+        lines.append([policy, amount(mine[0]), size, *figures])
+    return markdown(["policy", "budget", "MiB", *head], lines)
 
 
 def line(

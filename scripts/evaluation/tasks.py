@@ -6,7 +6,7 @@ from pathlib import Path
 
 from models.tokenizer import Tokenizer
 from scripts.evaluation import files, natural, retrieval
-from scripts.evaluation.measure import Measure, forced, free, heads
+from scripts.evaluation.measure import Measure, cost, forced, free, heads
 from scripts.evaluation.samples import Order, Sample
 
 ANSWER = ("accuracy", "exact", "nll", "kl")
@@ -40,6 +40,7 @@ TASKS = {
         128,
         asks=False,
     ),
+    "cost": Task(natural.one_prompt, cost, ("step", "prefill"), 2048, 64, asks=False),
     "facts": asking(retrieval.fact),
     "lines": asking(retrieval.line, 500),
     "passkey": asking(retrieval.passkey),
