@@ -12,7 +12,7 @@ from minikv import CompressedKVCache, generate, physics
 from minikv.physics import cache_bytes, weight_bytes
 from minikv.step import step
 from models.load import load_model
-from scripts import bench, bench_peers, bench_row
+from scripts import bench, bench_peers, bench_row, bench_steps
 from scripts.bench_row import Row, Settings, decode, digest, fill_randomly, first_difference, measure
 from tests.conftest import make_toy
 
@@ -250,3 +250,14 @@ def test_transformers_decodes_the_same_ids_beside_us(toy_dir, capsys):
     assert bench_peers.main(["prefill", *flags, "--tokens", "9", "30"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [set(times) for times in found["seconds"].values()] == [{"minikv", "transformers"}] * 2
+
+
+def test_steps_side_by_side(toy_dir, capsys, monkeypatch):
+    monkeypatch.setattr(bench_steps, "CompiledStep", lambda cache: step)
+    rows = ["full::40", "snapkv:48:90:3", "adakv+int4:120:130"]
+    assert bench_steps.main([*rows, "--model", str(toy_dir), "--steps", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == rows
+    assert lines[0].endswith(" 1.000")
+    assert bench_steps.main(["snapkv:512"]) == 2
+    assert "POLICY:BUDGET:CONTEXT" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 from minikv.policy import STORES, STRATEGIES
 from models import MODELS
-from scripts import bench, bench_prefill, chat, download, inspect_cache, measure_heads
+from scripts import bench, bench_prefill, bench_steps, chat, download, inspect_cache, measure_heads
 from scripts import eval as evaluation
 from tests.pages import ROOT, blocks, run
 
@@ -35,6 +35,7 @@ def test_every_command_is_understood(command):
         "scripts/measure_heads.py": measure_heads.parse_args,
         "scripts/bench_prefill.py": bench_prefill.parse_args,
         "scripts/bench.py": bench.parse_args,
+        "scripts/bench_steps.py": bench_steps.parse_args,
         "scripts/eval.py": evaluation.parse_args,
     }
     parsers[script](flags)
