@@ -31,11 +31,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Weights are loaded or drawn by who builds the model. Drawing them on the meta device would import the compiler."""
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """As in `Linear`."""
+
     def logits(self, x: Tensor) -> Tensor:
         """States `[..., C]` -> logits `[..., V]`: the head of a model that ties it to the embedding."""
         return linear(x, self.weight)

@@ -23,13 +23,15 @@ def compiled(function):
 
 def test_few_rows_of_activations(dtype):
     layer = Linear(72, 40, dtype=dtype).requires_grad_(False)
+    layer.weight.normal_()
+    layer.bias.normal_()
     run = compiled(layer)
     for rows in (1, 3, FEW_ROWS[dtype] + 1):
         x = torch.randn(rows, 1, 72, dtype=dtype)
         want = F.linear(x.double(), layer.weight.double(), layer.bias.double())
         y = run(x)
         assert y.dtype == dtype
-        assert_close(y.double(), want, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+        assert_close(y.double(), want, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=5e-2)
 
 
 @pytest.mark.parametrize("n", [5, 2 * TILE + 3])
