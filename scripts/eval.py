@@ -38,7 +38,7 @@ from scripts.command_line import Parser
 from scripts.evaluation.caches import FULL, CacheMaker, Plan, Settings, all_plans
 from scripts.evaluation.measure import read_prompt, what_is_kept
 from scripts.evaluation.plots import draw_all
-from scripts.evaluation.results import Log, Row, identity, tables
+from scripts.evaluation.results import Log, Row, differences, identity, tables
 from scripts.evaluation.samples import PROTOCOLS, Order, Sample
 from scripts.evaluation.tasks import Task, find_task
 
@@ -83,6 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sinks", type=int, help="first tokens never dropped (the policy's own)")
     add("--recent", type=int, help="last tokens never dropped (the policy's own)")
     add("--out", type=Path, metavar="FILE", help="JSON lines, continued if it exists (standard output)")
+    add("--against", metavar="POLICY", help="also print each figure minus this policy's, sample by sample")
     add("--plot", type=Path, metavar="DIR", help="write pictures there")
     add("--quick", action="store_true", help="few policies, small samples: a look in minutes")
     return parser
@@ -96,6 +97,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args = parser.parse_args(argv)
     if not args.budget and not args.kv_bytes:
         args.budget = ["256"]
+    if args.against is not None and args.against not in args.policy:
+        parser.error(f"--against {args.against}: it is not among the policies")
     for name, least in dict(n=1, new=2, room=1).items():
         value = getattr(args, name)
         if value is not None and value < least:
@@ -224,6 +227,8 @@ def main(argv: list[str] | None = None) -> int:
     if left_out and all(row["policy"] == "full" for row in measured):
         return 2
     print(tables(measured))
+    if args.against is not None:
+        print(f"\n{differences(measured, args.against)}")
     if args.plot is not None:
         for path in draw_all(measured, args.plot):
             print(f"drawn: {path}", file=sys.stderr)

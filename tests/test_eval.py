@@ -398,6 +398,19 @@ def test_pictures_are_written(run, tmp_path):
         assert name in err
 
 
+def test_differences_are_those_of_the_same_samples(run):
+    flags = ["--policy", "random", "l2", "--budget", "64", "--task", "facts", *SMALL]
+    _, rows, out, _ = run(*flags, "--against", "random")
+    told = out.partition("minus random")[2].splitlines()[-1]
+    accuracy = {
+        p: [row["metrics"]["accuracy"] for row in rows if row["policy"] == p] for p in ("l2", "random")
+    }
+    pairs = [mine - other for mine, other in zip(accuracy["l2"], accuracy["random"], strict=True)]
+    assert told.split("|")[1].strip() == "l2" and f"{sum(pairs) / 2:+.3f} (" in told
+    code, _, _, err = run(*flags, "--against", "snapkv")
+    assert code == 2 and "not among the policies" in err
+
+
 def test_the_cost_of_a_policy_becomes_a_picture_of_quality_against_time(run, tmp_path, eager):
     flags = ["--policy", "random", "int4", "--budget", "64", "--task", "text", "cost", *SMALL, "--new", "12"]
     _, rows, _, _ = run(*flags, "--plot", tmp_path / "pictures")

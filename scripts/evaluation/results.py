@@ -137,6 +137,47 @@ def tables(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def differences(rows: list[Row], base: str) -> str:
+    """Like `tables`, but each figure minus that of the policy `base` on the same sample: intervals of pairs.
+
+    Compared are rows of the same amount.
+    """
+
+    def place(row: Row) -> tuple:
+        return tuple(
+            row[name] for name in ("task", "tokens", "new", "protocol", "sample", "budget", "kv_bytes")
+        )
+
+    bases = {place(row): row["metrics"] for row in rows if row["policy"] == base}
+    paired = []
+    for row in rows:
+        theirs = bases.get(place(row))
+        if theirs is not None and row["policy"] not in (base, "full"):
+            minus = {k: x - theirs[k] for k, x in row["metrics"].items() if isinstance(x, float)}
+            paired.append({**row, "metrics": minus})
+    parts = []
+    for (task, protocol), part in grouped(paired, "task", "protocol").items():
+        columns = [name for name in find_task(task).columns if name in part[0]["metrics"]]
+        head = ["policy", "budget", "n", *(name.replace("_", " ") for name in columns)]
+        lines = [
+            [
+                same[0]["policy"],
+                amount(same[0]),
+                str(len(same)),
+                *(difference(same, column) for column in columns),
+            ]
+            for same in grouped(part, "policy", "budget", "kv_bytes").values()
+        ]
+        asked = "" if protocol == "none" else f", question-{protocol}"
+        parts.append(f"{task}{asked}, minus {base} on the same samples\n\n{markdown(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def difference(rows: list[Row], column: str) -> str:
+    middle, low, high = (f"{x:+.3f}" for x in interval([row["metrics"][column] for row in rows]))
+    return f"{middle} ({low}, {high})"
+
+
 def overview(rows: list[Row]) -> str:
     """A line for each policy and amount with the first figure of every task; bytes are those of the first task."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
