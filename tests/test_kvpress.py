@@ -327,7 +327,7 @@ def smollm2(smollm2_dir) -> Both:
 
 
 @pytest.mark.slow
-@pytest.mark.peers
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*CASES, "observed_attention"])
 def test_the_real_model_keeps_the_same_of_a_thousand_tokens(smollm2, case):
     """Near-ties may change places: the libraries' activations agree to about 1e-5 after thirty layers.

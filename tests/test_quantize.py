@@ -185,6 +185,7 @@ def test_chat_takes_quantize(toy_dir, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_quality_on_natural_text(real_model, real_tok, smollm2_dir):
     """Mean KL per token: int8 was 0.0035. int4 was 0.0011, as the model travels in 4 bits; bfloat16 alone 0.0011."""
     text = "\n\n".join(topics[name] for name in sorted(topics))

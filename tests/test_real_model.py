@@ -28,6 +28,7 @@ def test_it_knows_the_capital_of_france(real_model, real_tok):
     assert out.reason == "eos"
 
 
+@pytest.mark.long
 def test_greedy_ids_equal_transformers(real_model, real_tok, smollm2_dir):
     model, tok = real_model, real_tok
     theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
@@ -41,6 +42,7 @@ def test_greedy_ids_equal_transformers(real_model, real_tok, smollm2_dir):
         assert logits.argmax(-1).tolist() == ours
 
 
+@pytest.mark.long
 def test_a_long_document_fits_a_small_budget_and_answers_two_questions(real_model, real_tok):
     model, tok = real_model, real_tok
     cache = CompressedKVCache.for_model(model, "snapkv", budget=512, room=256)

@@ -346,6 +346,7 @@ def test_fewer_bits_take_fewer_bytes_and_lose_more(toy):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "bound"), [("int8", 1e-3), ("kivi4", 1e-2)])
 def test_kl_per_token_on_natural_text_is_below_its_bound(name, bound, real_model, real_tok):
     """700 tokens of prompt, 100 that follow; 2,048 are measured in docs/benchmarks.md."""
