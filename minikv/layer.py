@@ -43,7 +43,7 @@ class Layer(nn.Module):
         # Slots come out of order where single ones are replaced, and where there are tiers.
         self.disorders = self.drops_each_step or policy.store.coded
         # One tier of slots as they are, and nothing to remember of tokens.
-        self.plain = not (self.ragged or policy.store.coded or policy.score.state(sizes.head_dim))
+        self.extends = not (self.ragged or policy.store.coded or policy.score.state(sizes.head_dim))
         self.turned_sinks = policy.sinks if policy.score.shifts_sinks else 0
         # Not registered: the model's output projection and its rope are borrowed.
         self.borrowed: tuple[nn.Module, Turn] = (wo, turn)
@@ -222,7 +222,7 @@ class Layer(nn.Module):
         new_q `[B, G*H, T, D]` and new_pos `[B, T]`: the queries of the chunk that has just attended, if one has.
         """
         solid = not rows.gaps and (rows.empty or not self.disorders)
-        if solid and self.plain and sum(t.pos.shape[2] for t in parts) <= self.kept.slots:
+        if solid and self.extends and sum(t.pos.shape[2] for t in parts) <= self.kept.slots:
             # Nothing to choose, and nothing that is kept already moves.
             self.kept.pools[0].extend(parts[1:], parts[0].pos.shape[2])
             return

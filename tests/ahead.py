@@ -4,11 +4,14 @@
     check(launches, "pack 4 bits")
 
 A launcher is called with small CPU tensors and launches through the `wrap_triton` of its module, so what is compiled
-is exactly what would run: its constants, block sizes and number of warps. Needs Triton, and not its interpreter.
+is exactly what would run: its constants, block sizes and number of warps. Needs Triton, and not its interpreter, which
+`run_interpreted` starts in a process of its own.
 """
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +28,8 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+ROOT = Path(__file__).resolve().parents[1]
+
 # Shared memory that one program may use, in bytes, by compute capability.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
 ARCHS = tuple(SHARED_LIMIT)
@@ -38,6 +43,15 @@ TYPES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
+
+
+def run_interpreted(tests: str) -> None:
+    """A file of tests with the kernels interpreted: Triton reads that switch when it is imported."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--noconftest", tests]
+    run = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout
 
 
 @dataclass(frozen=True)

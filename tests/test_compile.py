@@ -61,6 +61,15 @@ def test_layers_of_a_kind_share_a_graph(counter):
     assert counter.frame_count == 2 + len({layer.kind for layer in cache.layers}) < 2 + 12
 
 
+def test_more_caches_than_torch_compiles_variants_of_one_function(toy, counter):
+    """Eight variants per code object are the limit, and a cache of another size is another variant."""
+    for budget in range(40, 50):
+        cache = CompressedKVCache.for_model(toy, "l2", budget=budget, room=4)
+        run = CompiledStep(cache, backend=counter)
+        generate(toy, [5] * 60, cache, max_new_tokens=3, ignore_eos=True, step=run)
+    assert counter.frame_count == 10 * 3
+
+
 def test_a_cache_that_grows_is_recorded_again(toy, counter):
     cache = CompressedKVCache.for_model(toy, replace(METHODS["snapkv"], every=0), budget=40, room=4)
     run = CompiledStep(cache, backend=counter)

@@ -1,10 +1,6 @@
 """Triton attention of one token: equal to its twin, part of a compiled graph, machine code without spills."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,19 +10,14 @@ from torch.testing import assert_close
 from kernels import triton_attend
 from kernels.attend import Plain, pool_attention, step_attention
 from kernels.stretches import Stretch, attend, raw
-from tests.ahead import ARCHS, check, in_graph, recorded
+from tests.ahead import ARCHS, check, in_graph, recorded, run_interpreted
 from tests.interpreted_attend import HEADS, NOW, normal, of_heads, of_pool, positions
 
 pytestmark = pytest.mark.gpu_kernels
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_every_kernel_equals_its_twin_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-n", "0", "--noconftest", "tests/interpreted_attend.py"]
-    run = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout
+    run_interpreted("tests/interpreted_attend.py")
 
 
 # The twin itself.

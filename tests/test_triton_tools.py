@@ -1,10 +1,6 @@
 """Triton kernels beside attention: equal to their twins, part of a compiled graph, machine code without spills."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,18 +8,13 @@ import torch
 from torch import Tensor
 
 from kernels import triton_gather, triton_hashes, triton_quantize, triton_received
-from tests.ahead import ARCHS, check, in_graph, recorded
+from tests.ahead import ARCHS, check, in_graph, recorded, run_interpreted
 
 pytestmark = pytest.mark.gpu_kernels
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_every_kernel_equals_its_twin_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-n", "0", "--noconftest", "tests/interpreted_tools.py"]
-    run = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout
+    run_interpreted("tests/interpreted_tools.py")
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -7,6 +7,7 @@ from statistics import mean
 import matplotlib
 import numpy as np
 
+from scripts.bench import COLOURS, MARKERS
 from scripts.evaluation.metrics import METRICS
 from scripts.evaluation.results import MIB, Row, amount, grouped, interval
 from scripts.evaluation.tasks import find_task
@@ -15,9 +16,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-# Okabe and Ito's palette, told apart by colour-blind eyes too; the shapes help in print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vP*X"
 PANELS = 6  # heat maps side by side
 
 
