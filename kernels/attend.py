@@ -1,6 +1,7 @@
 """Attention over a cache, in plain torch: one token against its slots, or a chunk against past and itself."""
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,20 +57,19 @@ class Plain(NamedTuple):
 
 def step_attention(
     q: Tensor, stretches: Sequence[Stretch], q_pos: Tensor, window: int | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor]]:
     """One token's attention over several stretches of slots, as if they were one.
 
-    q `[B, H, G, D]`, q_pos `[B, 1]` -> y `[B, H, G, D]` and the probabilities, float32 `[B, H, G, sum of n]`.
-    Logits are joined, keys and values never are; all arithmetic is float32.
+    q `[B, H, G, D]`, q_pos `[B, 1]` -> y `[B, H, G, D]` and the probabilities of each stretch, float32
+    `[B, H, G, n]`. A head that sees nothing gives zeros. Nothing is joined; all arithmetic is float32.
     """
     scaled = q.float() * q.shape[-1] ** -0.5
-    logits = torch.cat([part.dot(scaled) for part in stretches], dim=-1)  # [B, H, G, n]
-    pos = torch.cat([part.pos for part in stretches], dim=-1)  # [B, H, n]
-    ok = visible(pos, q_pos[:, None], window)
-    p = masked_softmax(logits, ok[:, :, None])
-    shares = p.split([part.pos.shape[-1] for part in stretches], -1)
-    y = [part.mix(share) for part, share in zip(stretches, shares, strict=True)]
-    return sum(y).to(q.dtype), p
+    logits = [seen_logits(part, scaled, q_pos, window) for part in stretches]
+    top = finite(reduce(torch.maximum, largest(logits)))  # [B, H, G]
+    weights = [(x - top[..., None]).exp() for x in logits]
+    scale = inverse(sum(x.sum(-1) for x in weights))[..., None]
+    y = sum(part.mix(x) for part, x in zip(stretches, weights, strict=True)) * scale
+    return y.to(q.dtype), [x * scale for x in weights]
 
 
 def pool_attention(
@@ -79,18 +79,17 @@ def pool_attention(
     others: Sequence[Stretch],
     q_pos: Tensor,
     window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor]]:
     """One token's attention over a pool whose blocks belong to heads, and over other stretches.
 
     q `[B, H, G, D]`; pool, a stretch `[B, blocks, slots of a block]`; owner `[B, blocks]`, the head of each
-    block; others `[B, H, n]`; q_pos `[B, 1]` -> y `[B, H, G, D]` and the probabilities of pool
-    `[B, N, G]` and others `[B, H, G, sum of n]`, float32. Each block is one product with its head's
+    block; others `[B, H, n]`; q_pos `[B, 1]` -> y `[B, H, G, D]` and the probabilities, float32, of each of the
+    others `[B, H, G, n]` and last of the pool `[B, N, G]`. Each block is one product with its head's
     queries, whatever the split, and heads gather their blocks' partial sums.
     """
     batch, heads, group, d = q.shape
     blocks = owner.shape[1]
     scaled = q.float() * d**-0.5
-    lowest = torch.finfo(torch.float32).min
 
     def of_owner(x: Tensor) -> Tensor:  # [B, H, ...] -> [B, blocks, ...]
         index = owner.view(batch, blocks, *(1 for _ in x.shape[2:]))
@@ -103,23 +102,38 @@ def pool_attention(
         index = owner.view(batch, blocks, *(1 for _ in x.shape[2:])).expand_as(x)
         return x.new_zeros(batch, heads, *x.shape[2:]).scatter_add(1, index, x)
 
-    ok = visible(pool.pos, q_pos[:, None], window)[:, :, None]  # [B, blocks, 1, slots of a block]
-    logits = torch.where(ok, pool.dot(of_owner(scaled)), lowest)  # [B, blocks, G, slots]
-    other_pos = torch.cat([part.pos for part in others], dim=-1)
-    other_ok = visible(other_pos, q_pos[:, None], window)[:, :, None]  # [B, H, 1, n]
-    other_logits = torch.where(other_ok, torch.cat([part.dot(scaled) for part in others], -1), lowest)
-    top = other_logits.amax(-1)
+    own = seen_logits(pool, of_owner(scaled), q_pos, window)  # [B, blocks, G, slots]
+    logits = [seen_logits(part, scaled, q_pos, window) for part in others]
+    top = reduce(torch.maximum, largest(logits))
     index = owner[..., None].expand(batch, blocks, group)
-    top = top.scatter_reduce(1, index, logits.amax(-1), "amax")  # [B, H, G]
-    weights = (logits - of_owner(top)[..., None]).exp() * ok
-    other_weights = (other_logits - top[..., None]).exp() * other_ok
-    mass = by_owner(weights.sum(-1)) + other_weights.sum(-1)  # [B, H, G], 0 where nothing is seen
-    scale = torch.where(mass > 0, 1 / mass, 0)
-    p = weights * of_owner(scale)[..., None]
-    other_p = other_weights * scale[..., None]
-    shares = other_p.split([part.pos.shape[-1] for part in others], -1)
-    y = by_owner(pool.mix(p)) + sum(part.mix(share) for part, share in zip(others, shares, strict=True))
-    return y.to(q.dtype), p.mT.flatten(1, 2), other_p
+    top = finite(top.scatter_reduce(1, index, own.amax(-1), "amax"))  # [B, H, G]
+    own_weights = (own - of_owner(top)[..., None]).exp()
+    weights = [(x - top[..., None]).exp() for x in logits]
+    scale = inverse(by_owner(own_weights.sum(-1)) + sum(x.sum(-1) for x in weights))[..., None]
+    y = by_owner(pool.mix(own_weights)) + sum(part.mix(x) for part, x in zip(others, weights, strict=True))
+    p = own_weights * of_owner(scale)
+    return (y * scale).to(q.dtype), [*(x * scale for x in weights), p.mT.flatten(1, 2)]
+
+
+def seen_logits(part: Stretch, scaled: Tensor, q_pos: Tensor, window: int | None) -> Tensor:
+    """`[..., G, n]`, -inf where a slot is not seen."""
+    # Positions are compared as the 32-bit numbers that slots hold: half the vectors of a 64-bit comparison.
+    ok = visible(part.pos, q_pos[:, None].to(part.pos.dtype), window)
+    return torch.where(ok[..., None, :], part.dot(scaled), -torch.inf)
+
+
+def largest(logits: Sequence[Tensor]) -> list[Tensor]:
+    return [x.amax(-1) for x in logits if x.shape[-1]]
+
+
+def finite(top: Tensor) -> Tensor:
+    """The largest logit, or a number to subtract from -inf where none is seen."""
+    return top.clamp(min=torch.finfo(top.dtype).min)
+
+
+def inverse(mass: Tensor) -> Tensor:
+    """1 / mass, 0 where nothing was seen."""
+    return torch.where(mass > 0, 1 / mass, 0)
 
 
 def causal_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

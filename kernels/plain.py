@@ -26,14 +26,13 @@ def mix(weights: Tensor, v: Tensor) -> Tensor:
     if not in_loops(v):
         return weights @ v.float()
     whole = v.shape[-2] // TILE * TILE
-    wide = v.float()
+    wide, weights = v.float(), stored(weights)
     tiles = wide[..., :whole, :].unflatten(-2, (-1, TILE))  # [..., n / TILE, TILE, D]
-    heads = []
-    for head in stored(weights).unbind(-2):
-        parts = head[..., :whole].unflatten(-1, (-1, TILE))[..., None] * tiles
-        rest = head[..., whole:, None] * wide[..., whole:, :]
-        heads.append(stored(parts.sum(-2)).sum(-2) + rest.sum(-2))
-    return torch.stack(heads, -2)
+    parts, rests = [], []
+    for head in weights.unbind(-2):
+        parts.append((head[..., :whole].unflatten(-1, (-1, TILE))[..., None] * tiles).sum(-2))
+        rests.append((head[..., whole:, None] * wide[..., whole:, :]).sum(-2))
+    return stored(torch.stack(parts, -3)).sum(-2) + torch.stack(rests, -2)
 
 
 def in_loops(x: Tensor) -> bool:

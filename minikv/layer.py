@@ -88,13 +88,13 @@ class Layer(nn.Module):
         share = self.share(rows) if self.watches else None
         if self.ragged:
             pool = self.kept.pools[-1]
-            y, p_pool, p = pool.attend(grouped, stretches, pos, self.window)
+            y, (*p, p_pool) = pool.attend(grouped, stretches, pos, self.window)
             if self.watches:
                 self.watch_pool(p_pool, share, pos)
         else:
             y, p = step_attention(grouped, stretches, pos, self.window)
         if self.watches:
-            self.watch(p, [part.pos.shape[2] for part in stretches], share, pos)
+            self.watch(p, share, pos)
         if self.drops_each_step:
             self.drop_one(fresh, q, pos, rows)
         return y.flatten(1, 2)[:, :, None]
@@ -187,11 +187,11 @@ class Layer(nn.Module):
         held = self.kept.count() + (rows.fresh_pos >= 0).sum(-1, keepdim=True)
         return 1 / held.clamp(min=1)[..., None]
 
-    def watch(self, p: Tensor, sizes: list[int], share: Tensor, pos: Tensor) -> None:
+    def watch(self, p: list[Tensor], share: Tensor, pos: Tensor) -> None:
         """Show a watching scorer the step's attention, `[B, H, G, n]`: to each tier and to the fresh tokens."""
-        states = [pool.state for pool in self.kept.pools[: len(sizes) - 1]]
+        states = [pool.state for pool in self.kept.pools[: len(p) - 1]]
         states.append({name: self.get_buffer(f"fresh_{name}") for name in self.statistics})
-        for state, part in zip(states, p.split(sizes, -1), strict=True):
+        for state, part in zip(states, p, strict=True):
             here = {name: x[:, :, : part.shape[-1]] for name, x in state.items()}
             self.policy.score.watch(here, part.mean(2), share, pos[:, :, None])
 

@@ -327,7 +327,7 @@ class RaggedPool(Slots):
 
     def attend(
         self, q: Tensor, others: list[Stretch], q_pos: Tensor, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """One token's attention to the pool and to other stretches; see `kernels.attend.pool_attention`."""
         k, v = self.in_blocks("k"), self.in_blocks("v")
         fixed = self.fixed_of_blocks("k"), self.fixed_of_blocks("v")

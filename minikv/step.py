@@ -7,14 +7,16 @@ from types import FunctionType
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from minikv.cache import CompressedKVCache
 from minikv.layer import Layer
 from minikv.rows import Rows
 
 Step = Callable[[nn.Module, CompressedKVCache, Tensor, Tensor], Tensor]
-Graph = Callable[..., Sequence[Tensor]]
-Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Graph]
+Run = Callable[[list[Tensor]], Sequence[Tensor]]  # compiled code: inputs, a list that it empties -> outputs
+Noted = Callable[[Run], Run]
+Backend = Callable[[GraphModule, list[Tensor], Noted], Callable[..., Sequence[Tensor]]]
 
 
 def step(model: nn.Module, cache: CompressedKVCache, token: Tensor, pos: Tensor) -> Tensor:
@@ -57,6 +59,22 @@ def leave(model: nn.Module, cache: CompressedKVCache, pos: Tensor, x: Tensor) ->
     return model.logits(model.norm(x))[:, 0]
 
 
+def inductor(graph: GraphModule, examples: list[Tensor], noted: Noted) -> Callable[..., Sequence[Tensor]]:
+    """Compile with torch's inductor. What is noted is its code itself, below the wrappers that torch puts around it."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_noted(*args, **kwargs) -> Run:
+        return noted(compile_fx_inner(*args, **kwargs).current_callable)
+
+    # Every tensor keeps its place, so there is no need to look at its strides in each step; and a product and
+    # the sum it goes into may be one instruction.
+    options = {"size_asserts": False, "cpp.enable_floating_point_contract_flag": "fast"}
+    # This cache would hand out wrapped code. Inductor's own, of what it has compiled before, is not affected.
+    with config.patch(enable_autograd_cache=False):
+        return compile_fx(graph, examples, inner_compile=compile_noted, config_patches=options)
+
+
 def to_stderr(text: str) -> None:
     print(text, file=sys.stderr)
 
@@ -74,18 +92,15 @@ class CompiledStep:
         self,
         cache: CompressedKVCache,
         note: Callable[[str], None] = to_stderr,
-        backend: Backend | None = None,
+        backend: Backend = inductor,
         cuda_graph: bool = True,
     ):
         cache.rows.static = True
-        self.note = note
-        # Every tensor keeps its place, so there is no need to look at its strides in each step.
-        options = {"size_asserts": False}
-        self.backend = backend or torch._TorchCompileInductorWrapper(None, options, dynamic=False)
+        self.note, self.backend = note, backend
         self.captures = cuda_graph and cache.rows.seen.is_cuda
         self.works = True
         self.compiled: dict[tuple, Callable] = {}
-        self.calls: list[tuple[Graph, tuple[Tensor, ...]]] = []
+        self.calls: list[tuple[Run, list[Tensor]]] = []
         self.graph: torch.cuda.CUDAGraph | None = None
         self.made_for: Tensor | None = None  # a buffer that is another one once the cache has been resized
 
@@ -98,10 +113,9 @@ class CompiledStep:
         self.pos.copy_(pos)
         if self.captures and self.graph is None:
             self.capture()
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self.replay()
+        if self.graph is None:
+            return self.replay()
+        self.graph.replay()
         return self.logits.clone()
 
     def first(self, model: nn.Module, cache: CompressedKVCache, token: Tensor, pos: Tensor) -> Tensor:
@@ -129,7 +143,7 @@ class CompiledStep:
             self.own(through, layer.kind)(block, layer, cache.rows, self.pos, x, rope)
         logits = self.own(leave)(model, cache, self.pos, x)
         self.made_for = cache.rows.fresh_pos
-        return logits.clone()
+        return logits
 
     def own(self, function: FunctionType, *kind: object) -> Callable:
         """The function compiled for this step alone: torch compiles at most eight variants of a code object."""
@@ -140,26 +154,28 @@ class CompiledStep:
             self.compiled[key] = torch.compile(copy, backend=self.recorded, fullgraph=True, dynamic=False)
         return self.compiled[key]
 
-    def recorded(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Graph:
-        run = self.backend(graph, examples)
+    def recorded(self, graph: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+        return self.backend(graph, examples, self.noted)
 
-        def noted(*tensors: Tensor) -> Sequence[Tensor]:
-            self.calls.append((run, tensors))
-            return run(*tensors)
+    def noted(self, run: Run) -> Run:
+        def note_and_run(tensors: list[Tensor]) -> Sequence[Tensor]:
+            self.calls.append((run, list(tensors)))
+            return run(tensors)
 
-        return noted
+        note_and_run._boxed_call = True  # tells torch that it takes a list
+        return note_and_run
 
-    def replay(self) -> None:
+    def replay(self) -> Tensor:
         for run, tensors in self.calls:
-            found = run(*tensors)
-        self.logits = found[0]
+            found = run(list(tensors))
+        return found[0]
 
     def capture(self) -> None:
         """Note the launches of a replay as a CUDA graph; nothing runs."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                self.replay()
+                self.logits = self.replay()
         except RuntimeError as error:
             self.captures = False
             self.note(f"CUDA graphs are off: {str(error).strip().splitlines()[0]}")

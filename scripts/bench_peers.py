@@ -50,6 +50,8 @@ PRESSES = {
     "random": kvpress.RandomPress,
 }
 
+ROOM = 64  # fresh tokens: a full cache only copies them on, and a compiled step reads the empty slots too
+
 Decoded = tuple[list[list[int]], list[float]]  # ids [n][B], and the seconds of each step
 
 
@@ -98,7 +100,7 @@ def random_ids(model: nn.Module, tokens: int) -> Tensor:
 
 def ours(model: nn.Module, compiled: bool, ids: Tensor, n: int) -> Callable[[], Decoded]:
     """A round of ours: the prompt `ids [1, T]`, then n timed steps."""
-    cache = CompressedKVCache.for_model(model, "full", context=ids.shape[1] + n)
+    cache = CompressedKVCache.for_model(model, "full", context=ids.shape[1] + n, room=ROOM)
     run = CompiledStep(cache) if compiled else step
 
     def decode_round() -> Decoded:
