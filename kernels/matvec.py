@@ -25,7 +25,8 @@ from kernels.codes import stored
 LANES = 8  # floats in a vector of AVX2
 GROUP = 32  # channels that share a scale where a row has several
 SHIFTS_PER_GROUP = GROUP // LANES
-TWO_TO_23 = 0x4B000000  # the bits of 2.0**23, the first float whose neighbour is 1 away
+MANTISSA = 23  # bits of a float32 behind the point
+ONE = 0x3F800000  # the bits of 1.0
 
 
 def quantize_rows(w: Tensor, bits: int, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +67,8 @@ def unpack_rows(words: Tensor, bits: int) -> Tensor:
 def matvec(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """x `[M, K]` times the transposed weights, in float32 -> `[M, N]`. For torch.compile and small M.
 
-    sum x * weight = scale * sum x * code + zero * sum x, group by group.
+    With u = 1 + code / 2^bits, sum x * weight = 2^bits scale * sum x * u + (zero - 2^bits scale) * sum x, group
+    by group.
     """
     n_rows, blocks, _ = words.shape
     shifts = 32 // bits
@@ -74,21 +76,23 @@ def matvec(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor, bits: int) -> 
     x = x.view(len(x), blocks, shifts, LANES)
     # One sum for each group of a block. They share a loop; as one expression they would be too long for
     # inductor, which then writes all products to memory first.
-    products = [codes_at(words, shift, bits)[:, None] * x[:, :, shift] for shift in range(shifts)]
+    products = [units_at(words, shift, bits)[:, None] * x[:, :, shift] for shift in range(shifts)]
     lanes = [reduce(add, products[at : at + SHIFTS_PER_GROUP]) for at in range(0, shifts, SHIFTS_PER_GROUP)]
+    scale = scale.float() * 2**bits
     if scale.shape[1] == 1:
-        dot = reduce(add, (part.sum((-1, -2)) for part in lanes)) * scale.float()  # [N, M]
+        dot = reduce(add, (part.sum((-1, -2)) for part in lanes)) * scale  # [N, M]
     else:
-        scales = scale.float().view(n_rows, 1, blocks, -1).split(1, dim=-1)  # each [N, 1, blocks, 1]
+        scales = scale.view(n_rows, 1, blocks, -1).split(1, dim=-1)  # each [N, 1, blocks, 1]
         dot = reduce(add, ((part * s).sum((-1, -2)) for part, s in zip(lanes, scales, strict=True)))
     sums = x.view(len(x), scale.shape[1], -1).sum(-1)  # [M, groups]
-    return stored((dot + (zero.float()[:, None] * sums).sum(-1)).mT)
+    return stored((dot + ((zero.float() - scale)[:, None] * sums).sum(-1)).mT)
 
 
-def codes_at(words: Tensor, shift: int, bits: int) -> Tensor:
-    """The codes at one shift of all words, float32 `[N, blocks, LANES]`.
+def units_at(words: Tensor, shift: int, bits: int) -> Tensor:
+    """1 + code / 2**bits for the codes at one shift of all words, float32 `[N, blocks, LANES]`.
 
-    Vector code converts integers slowly, so the code is made the end of the mantissa of 2**23 + code.
+    Vector code converts integers slowly, so the code is made the beginning of a mantissa.
     """
-    codes = (words.view(torch.int32) >> shift * bits) & (2**bits - 1)
-    return (codes | TWO_TO_23).view(torch.float32) - 2.0**23
+    words, right = words.view(torch.int32), shift * bits - (MANTISSA - bits)
+    moved = words >> right if right >= 0 else words << -right
+    return (moved & ((2**bits - 1) << (MANTISSA - bits)) | ONE).view(torch.float32)

@@ -28,11 +28,12 @@ def mix(weights: Tensor, v: Tensor) -> Tensor:
     whole = v.shape[-2] // TILE * TILE
     wide, weights = v.float(), stored(weights)
     tiles = wide[..., :whole, :].unflatten(-2, (-1, TILE))  # [..., n / TILE, TILE, D]
-    parts, rests = [], []
-    for head in weights.unbind(-2):
-        parts.append((head[..., :whole].unflatten(-1, (-1, TILE))[..., None] * tiles).sum(-2))
-        rests.append((head[..., whole:, None] * wide[..., whole:, :]).sum(-2))
-    return stored(torch.stack(parts, -3)).sum(-2) + torch.stack(rests, -2)
+    heads = weights.unbind(-2)
+    parts = [(head[..., :whole].unflatten(-1, (-1, TILE))[..., None] * tiles).sum(-2) for head in heads]
+    y = stored(torch.stack(parts, -3)).sum(-2)
+    if whole == v.shape[-2]:
+        return y
+    return y + torch.stack([(head[..., whole:, None] * wide[..., whole:, :]).sum(-2) for head in heads], -2)
 
 
 def in_loops(x: Tensor) -> bool:
