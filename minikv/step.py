@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from time import perf_counter
 from types import FunctionType
 
@@ -61,18 +62,20 @@ def leave(model: nn.Module, cache: CompressedKVCache, pos: Tensor, x: Tensor) ->
 
 def inductor(graph: GraphModule, examples: list[Tensor], noted: Noted) -> Callable[..., Sequence[Tensor]]:
     """Compile with torch's inductor. What is noted is its code itself, below the wrappers that torch puts around it."""
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    # Not imported above: it takes seconds, and who decodes eagerly has no use for it.
+    compiler, config = (
+        import_module(name) for name in ("torch._inductor.compile_fx", "torch._functorch.config")
+    )
 
     def compile_noted(*args, **kwargs) -> Run:
-        return noted(compile_fx_inner(*args, **kwargs).current_callable)
+        return noted(compiler.compile_fx_inner(*args, **kwargs).current_callable)
 
     # Every tensor keeps its place, so there is no need to look at its strides in each step; and a product and
     # the sum it goes into may be one instruction.
     options = {"size_asserts": False, "cpp.enable_floating_point_contract_flag": "fast"}
     # This cache would hand out wrapped code. Inductor's own, of what it has compiled before, is not affected.
     with config.patch(enable_autograd_cache=False):
-        return compile_fx(graph, examples, inner_compile=compile_noted, config_patches=options)
+        return compiler.compile_fx(graph, examples, inner_compile=compile_noted, config_patches=options)
 
 
 def to_stderr(text: str) -> None:
