@@ -67,8 +67,8 @@ def unpack_rows(words: Tensor, bits: int) -> Tensor:
 def matvec(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """x `[M, K]` times the transposed weights, in float32 -> `[M, N]`. For torch.compile and small M.
 
-    With u = 1 + code / 2^bits, sum x * weight = 2^bits scale * sum x * u + (zero - 2^bits scale) * sum x, group
-    by group.
+    sum x * weight = scale * sum x * code + zero * sum x, group by group. A code comes as u = 1 + code / 2^bits; the
+    ones are taken off for four products at a time, while the sums are still small.
     """
     n_rows, blocks, _ = words.shape
     shifts = 32 // bits
@@ -77,7 +77,10 @@ def matvec(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor, bits: int) -> 
     # One sum for each group of a block. They share a loop; as one expression they would be too long for
     # inductor, which then writes all products to memory first.
     products = [units_at(words, shift, bits)[:, None] * x[:, :, shift] for shift in range(shifts)]
-    lanes = [reduce(add, products[at : at + SHIFTS_PER_GROUP]) for at in range(0, shifts, SHIFTS_PER_GROUP)]
+    lanes = []
+    for at in range(0, shifts, SHIFTS_PER_GROUP):
+        ones = stored(reduce(add, x[:, :, at : at + SHIFTS_PER_GROUP].unbind(2)))  # [M, blocks, LANES]
+        lanes.append(reduce(add, products[at : at + SHIFTS_PER_GROUP]) - ones)
     scale = scale.float() * 2**bits
     if scale.shape[1] == 1:
         dot = reduce(add, (part.sum((-1, -2)) for part in lanes)) * scale  # [N, M]
@@ -85,7 +88,7 @@ def matvec(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor, bits: int) -> 
         scales = scale.view(n_rows, 1, blocks, -1).split(1, dim=-1)  # each [N, 1, blocks, 1]
         dot = reduce(add, ((part * s).sum((-1, -2)) for part, s in zip(lanes, scales, strict=True)))
     sums = x.view(len(x), scale.shape[1], -1).sum(-1)  # [M, groups]
-    return stored((dot + ((zero.float() - scale)[:, None] * sums).sum(-1)).mT)
+    return stored((dot + (zero.float()[:, None] * sums).sum(-1)).mT)
 
 
 def units_at(words: Tensor, shift: int, bits: int) -> Tensor:
