@@ -24,12 +24,14 @@ def read_tokenizer_json(document: dict[str, Any], path: str) -> Codec:
     fields = Fields(document, f"{path}: ")
     model = fields.table("model")
     added = {token.integer("id", 0): token for token in fields.tables("added_tokens", [])}
-    vocab = {id: text_bytes(token) for token, id in model.table("vocab").raw.items()}
+    ids = model.table("vocab").raw
+    spelled = {token: text_bytes(token) for token in ids}
+    vocab = {id: spelled[token] for token, id in ids.items()}
     pieces = vocab | {
         id: b"" if token.flag("special") else token.text("content").encode() for id, token in added.items()
     }
     words = {data: id for id, data in vocab.items() if id not in added}
-    tokens = merge_order(model, words, path)
+    tokens = merge_order(model, words, spelled, path)
     encode = BytePairEncoder(
         pattern(document.get("pre_tokenizer"), path),
         tokens,
@@ -60,7 +62,7 @@ def text_bytes(token: str) -> bytes:
         return token.encode()
 
 
-def merge_order(model: Fields, words: dict[bytes, int], path: str) -> list[bytes]:
+def merge_order(model: Fields, words: dict[bytes, int], spelled: dict[str, bytes], path: str) -> list[bytes]:
     """The tokens in tiktoken's order: single bytes, then what the merges make, in the list's order.
 
     With `ignore_merges`, tokens that no merge makes follow: they are found as whole words only.
@@ -68,14 +70,21 @@ def merge_order(model: Fields, words: dict[bytes, int], path: str) -> list[bytes
     reproduces, with the first token that shows it.
     """
     pairs: dict[tuple[bytes, bytes], int] = {}
+    splits: dict[bytes, tuple[bytes, bytes]] = {}  # of tokens that certainly are what their first pair says
     singles = [token for token in words if len(token) == 1]
     ranks = {token: rank for rank, token in enumerate(singles)}
     for index, entry in enumerate(model.listed("merges", object)):
-        left, right = map(text_bytes, pair(entry, f"{path}: merge {index}"))
-        if not (left in words and right in words and left + right in words):
+        first, second = pair(entry, f"{path}: merge {index}")
+        left, right = spelled.get(first, b""), spelled.get(second, b"")
+        token = left + right
+        if not (left in words and right in words and token in words):
             raise ValueError(f"{path}: merge {index} ({entry}) is not in the vocabulary")
         pairs[left, right] = index
-        ranks.setdefault(left + right, len(ranks))
+        if token not in ranks:
+            # Later tokens have no rank yet, and would not count.
+            if left in ranks and right in ranks and meet_last(left, right, len(ranks), ranks, splits):
+                splits[token] = left, right
+            ranks[token] = len(ranks)
     whole_words = model.flag("ignore_merges", False)
     if whole_words:
         unmade = [token for token in words if token not in ranks]
@@ -83,7 +92,7 @@ def merge_order(model: Fields, words: dict[bytes, int], path: str) -> list[bytes
 
     found, newest = [], -1
     for token in ranks:
-        parts = merge(token, ranks, until=2)
+        parts = splits.get(token) or merge(token, ranks, until=2)
         if len(parts) == 2:
             index = pairs.get((parts[0], parts[1]), -1)
             if index <= newest:
@@ -98,11 +107,37 @@ def merge_order(model: Fields, words: dict[bytes, int], path: str) -> list[bytes
     return found
 
 
+def meet_last(
+    left: bytes,
+    right: bytes,
+    rank: int,
+    ranks: dict[bytes, int],
+    splits: dict[bytes, tuple[bytes, bytes]],
+) -> bool:
+    """Whether merging the bytes of a token of this rank ends with left and right; True is certain, False is not.
+
+    Undoes merges on either side of the border, the later one first. Had some pair across the border a lower rank
+    than the merge undone (or, right of the border, the same: the leftmost goes first), it would have been merged
+    instead. `splits` tells what longer tokens were made of; single bytes have the lowest ranks.
+    """
+    while ranks.get(left + right, rank) >= rank:
+        of_left, of_right = ranks[left], ranks[right]
+        if of_left > of_right:
+            if left not in splits:
+                return len(left) == 1
+            left, rank = splits[left][1], of_left
+        else:
+            if right not in splits:
+                return len(right) == 1
+            right, rank = splits[right][0], of_right + 1
+    return False
+
+
 def pair(entry: object, where: str) -> list[str]:
     """The two tokens of a merge, written "a b" or, in newer files, ["a", "b"]."""
-    match entry.split(" ") if isinstance(entry, str) else entry:
-        case [str(left), str(right)]:
-            return [left, right]
+    halves = entry.split(" ") if isinstance(entry, str) else entry
+    if isinstance(halves, list) and list(map(type, halves)) == [str, str]:
+        return halves
     raise ValueError(f"{where} ({entry!r}) is not a pair of tokens")
 
 

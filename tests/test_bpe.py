@@ -7,7 +7,8 @@ import pytest
 import tokenizers
 from tokenizers import Regex, pre_tokenizers
 
-from models.bpe import read_tokenizer_json
+from models.bpe import meet_last, read_tokenizer_json
+from models.codec import merge
 from models.tokenizer import load_tokenizer
 from tests.assets import checkpoint, varied_texts
 from tests.library import LLAMA3, QWEN, differing, digits_first, library_ids, small_json, split_by, trained
@@ -69,6 +70,21 @@ def test_random_merge_lists_are_refused_or_give_the_librarys_ids():
         for word in [extra, *("".join(draw.choices("abc", k=draw.randint(1, 9))) for _ in range(40))]:
             assert codec.encode(word) == library_ids(library, word), (document, word)
     assert 100 < refused < 400
+
+
+def test_a_border_found_to_be_merged_last_is_where_merging_ends():
+    draw, certain = random.Random(3), 0
+    for _ in range(300):
+        ranks, splits = {b"a": 0, b"b": 1, b"c": 2}, {}
+        for _ in range(30):
+            left, right = draw.choices(list(ranks), k=2)
+            ranks.setdefault(left + right, len(ranks))
+            last = merge(left + right, ranks, until=2)
+            if meet_last(left, right, ranks[left + right], ranks, splits):
+                assert last == [left, right]
+                splits[left + right] = left, right
+                certain += 1
+    assert certain > 3000
 
 
 @pytest.mark.parametrize(
