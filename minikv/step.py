@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from minikv.cache import CompressedKVCache
+from minikv.launches import Recorder, Run
 from minikv.layer import Layer
 from minikv.rows import Rows
 
 Step = Callable[[nn.Module, CompressedKVCache, Tensor, Tensor], Tensor]
-Run = Callable[[list[Tensor]], Sequence[Tensor]]  # compiled code: inputs, a list that it empties -> outputs
 Noted = Callable[[Run], Run]
 Backend = Callable[[GraphModule, list[Tensor], Noted], Callable[..., Sequence[Tensor]]]
 
@@ -85,7 +85,7 @@ def to_stderr(text: str) -> None:
 class CompiledStep:
     """`step` through torch.compile, made for one cache: a graph for each kind of layer, and one at either end.
 
-    Every tensor a step touches keeps its place, so its first run is recorded as a list of calls, and the
+    Every tensor a step touches keeps its place, so its first run is recorded as a list of launches, and the
     runs after it are that list again: on a GPU as one CUDA graph. The cache is read in whole buffers from
     here on, so that shapes stay. `note` is told how long compiling took and whether there is a CUDA graph.
     Where there is no working compiler it is told that, and the steps run eagerly.
@@ -103,7 +103,7 @@ class CompiledStep:
         self.captures = cuda_graph and cache.rows.seen.is_cuda
         self.works = True
         self.compiled: dict[tuple, Callable] = {}
-        self.calls: list[tuple[Run, list[Tensor]]] = []
+        self.recorder = Recorder()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.made_for: Tensor | None = None  # a buffer that is another one once the cache has been resized
 
@@ -117,8 +117,9 @@ class CompiledStep:
         if self.captures and self.graph is None:
             self.capture()
         if self.graph is None:
-            return self.replay()
-        self.graph.replay()
+            self.replay()
+        else:
+            self.graph.replay()
         return self.logits.clone()
 
     def first(self, model: nn.Module, cache: CompressedKVCache, token: Tensor, pos: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class CompiledStep:
         try:
             logits = self.record(model, cache, token, pos)
         except (torch._dynamo.exc.BackendCompilerFailed, torch._inductor.exc.InductorError) as error:
-            if len(self.calls) > 1:  # layers have changed already
+            if len(self.recorder.launches) > 1:  # layers have changed already
                 raise
             reason = str(error).strip().splitlines()[0]
             self.note(f"warning: torch.compile does not work here ({reason}); going on without")
@@ -137,16 +138,16 @@ class CompiledStep:
         return logits
 
     def record(self, model: nn.Module, cache: CompressedKVCache, token: Tensor, pos: Tensor) -> Tensor:
-        """A step that notes every compiled call with its tensors."""
-        self.calls, self.graph, self.made_for = [], None, None
+        """A step that notes every launch with its tensors."""
+        self.recorder, self.graph, self.made_for = Recorder(), None, None
         self.token, self.pos = token.clone(), pos.clone()
         x, rope = model.embed(token).clone(), tuple(part.clone() for part in model.rope(pos))
         self.own(enter)(model, cache, self.token, self.pos, x, rope)
         for block, layer in zip(model.layers, cache.layers, strict=True):
             self.own(through, layer.kind)(block, layer, cache.rows, self.pos, x, rope)
-        logits = self.own(leave)(model, cache, self.pos, x)
+        self.logits = self.own(leave)(model, cache, self.pos, x)
         self.made_for = cache.rows.fresh_pos
-        return logits
+        return self.logits.clone()
 
     def own(self, function: FunctionType, *kind: object) -> Callable:
         """The function compiled for this step alone: torch compiles at most eight variants of a code object."""
@@ -162,23 +163,21 @@ class CompiledStep:
 
     def noted(self, run: Run) -> Run:
         def note_and_run(tensors: list[Tensor]) -> Sequence[Tensor]:
-            self.calls.append((run, list(tensors)))
-            return run(tensors)
+            return self.recorder.run(run, tensors)
 
         note_and_run._boxed_call = True  # tells torch that it takes a list
         return note_and_run
 
-    def replay(self) -> Tensor:
-        for run, tensors in self.calls:
-            found = run(list(tensors))
-        return found[0]
+    def replay(self) -> None:
+        for launch in self.recorder.launches:
+            launch()
 
     def capture(self) -> None:
         """Note the launches of a replay as a CUDA graph; nothing runs."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                self.logits = self.replay()
+                self.replay()
         except RuntimeError as error:
             self.captures = False
             self.note(f"CUDA graphs are off: {str(error).strip().splitlines()[0]}")
