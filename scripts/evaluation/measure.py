@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minikv import CompressedKVCache, generate
 from minikv.generate import prefill, wait_for
-from minikv.step import CompiledStep
+from minikv.step import CompiledStep, Step
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 from scripts.evaluation.metrics import compare, run_length
@@ -17,6 +17,7 @@ from scripts.evaluation.perturbation import Recorder, lost_attention, perturbed
 from scripts.evaluation.samples import Sample
 
 ROUNDS = 3  # a prompt is read so many times to tell how long that takes
+STEPS = 8  # of one cache before the next one's turn
 BINS = 64  # stretches of a prompt for which a row tells how much of them was kept
 
 Found = dict[str, float | list]
@@ -128,32 +129,43 @@ def heads(
 def cost(
     model: Transformer, tok: Tokenizer, sample: Sample, caches: list[CompressedKVCache], _: list[Tensor]
 ) -> Iterator[Found]:
-    """Seconds to read the prompt, median of ROUNDS after a first, and of a compiled step of the continuation.
+    """Seconds to read the prompt, median of ROUNDS after a first, and of a compiled step; both also over the full cache's.
 
     Rounds visit the caches in turn, so that what disturbs the machine disturbs all.
     """
     reading: list[list[float]] = [[] for _ in caches]
+    stepping: list[list[float]] = [[] for _ in caches]
     for _ in range(ROUNDS):
         for cache, seconds in zip(caches, reading, strict=True):
             cache.reset()
             begun = perf_counter()
             wait_for(prefill(model, [sample.context], cache))
             seconds.append(perf_counter() - begun)
-    for cache, seconds in zip(caches, reading, strict=True):
-        yield dict(prefill=median(seconds), step=median(step_seconds(model, sample.target.ids, cache)))
+    ids = sample.target.ids
+    runs = [CompiledStep(cache, note=lambda text: None) for cache in caches]
+    for cache, run in zip(caches, runs, strict=True):
+        cache.reserve(len(ids))
+        step_seconds(model, ids[:1], cache, run)  # compiles
+    for first in range(1, len(ids), STEPS):
+        for cache, run, seconds in zip(caches, runs, stepping, strict=True):
+            seconds += step_seconds(model, ids[first : first + STEPS], cache, run)
+    prompts, steps = ([median(seconds) for seconds in all_of] for all_of in (reading, stepping))
+    for prompt, step in zip(prompts, steps, strict=True):
+        yield dict(
+            prefill=prompt, step=step, prefills_of_full=prompt / prompts[0], steps_of_full=step / steps[0]
+        )
 
 
-def step_seconds(model: Transformer, ids: list[int], cache: CompressedKVCache) -> list[float]:
-    """Seconds of each step that is fed one of these, the compiling one left out."""
-    run, seconds = CompiledStep(cache, note=lambda text: None), []
-    cache.reserve(len(ids))
+def step_seconds(model: Transformer, ids: list[int], cache: CompressedKVCache, run: Step) -> list[float]:
+    """Seconds of each step that is fed one of these."""
+    seconds = []
     for id in ids:
         token = torch.tensor([[id]], device=cache.seen.device)
         begun = perf_counter()
         wait_for(run(model, cache, token, cache.seen[:, None]))
         seconds.append(perf_counter() - begun)
         cache.settle()
-    return seconds[1:]
+    return seconds
 
 
 def what_is_kept(cache: CompressedKVCache, n_layers: int) -> tuple[float, list[float]]:

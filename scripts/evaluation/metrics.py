@@ -33,6 +33,8 @@ METRICS = {
     "run_length": Metric("run length, tokens", False, 1),
     "step": Metric("decode, s/step", True, 4),
     "prefill": Metric("prefill, s", True, 2),
+    "steps_of_full": Metric("decode, full = 1", True, 2),
+    "prefills_of_full": Metric("prefill, full = 1", True, 2),
     "score": Metric("score", False),
 }
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.attend import chunk_attention
-from kernels.received import received
+from kernels.dispatch import received
 from minikv import CompressedKVCache
 from minikv.pool import joined
 from models.transformer import Transformer

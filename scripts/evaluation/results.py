@@ -179,16 +179,16 @@ def difference(rows: list[Row], column: str) -> str:
 
 
 def overview(rows: list[Row]) -> str:
-    """A line for each policy and amount with the first figure of every task; bytes are those of the first task."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    columns = {task: find_task(task).columns[0] for task in tasks}
-    head = [f"{task}: {METRICS[column].label.format('the first')}" for task, column in columns.items()]
+    """A line for each policy and amount with the first figures of every task; bytes are those of the first task."""
+    tasks = {name: find_task(name) for name in dict.fromkeys(row["task"] for row in rows)}
+    columns = [(name, column) for name, task in tasks.items() for column in task.told or task.columns[:1]]
+    head = [f"{task}: {METRICS[column].label.format('the first')}" for task, column in columns]
     lines = []
     for (policy, *_), mine in grouped(rows, "policy", "budget", "kv_bytes").items():
         by_task = {task: [row for row in mine if row["task"] == task] for task in tasks}
-        sizes = [row["nbytes"] for row in by_task[tasks[0]]]
+        sizes = [row["nbytes"] for row in next(iter(by_task.values()))]
         size = f"{mean(sizes) / MIB:.2f}" if sizes else "-"
-        figures = [figure(by_task[task], column) for task, column in columns.items()]
+        figures = [figure(by_task[task], column) for task, column in columns]
         lines.append([policy, amount(mine[0]), size, *figures])
     return markdown(["policy", "budget", "MiB", *head], lines)
 

@@ -15,7 +15,10 @@ TEXT = ("kl", "kl_p95", "agreement", "nll")
 
 @dataclass(frozen=True)
 class Task:
-    """tokens, new: the lengths where the command line gives none. columns: names in METRICS, the first is drawn."""
+    """tokens, new: the lengths where the command line gives none. columns: names in METRICS, the first is drawn.
+
+    told: what the table of all tasks together has of it, if not the first column.
+    """
 
     make: Callable[[Tokenizer, Order], list[Sample]]
     measure: Measure
@@ -23,6 +26,7 @@ class Task:
     tokens: int = 1000
     new: int = 0
     asks: bool = True
+    told: tuple[str, ...] = ()
 
 
 def asking(build: retrieval.Builder, tokens: int = 1000) -> Task:
@@ -40,7 +44,15 @@ TASKS = {
         128,
         asks=False,
     ),
-    "cost": Task(natural.one_prompt, cost, ("step", "prefill"), 2048, 64, asks=False),
+    "cost": Task(
+        natural.one_prompt,
+        cost,
+        ("step", "prefill", "steps_of_full", "prefills_of_full"),
+        2048,
+        64,
+        asks=False,
+        told=("steps_of_full", "prefills_of_full"),
+    ),
     "facts": asking(retrieval.fact),
     "lines": asking(retrieval.line, 500),
     "passkey": asking(retrieval.passkey),
