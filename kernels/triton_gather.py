@@ -1,6 +1,6 @@
 """Survivors of a compression moved together: keys, values and positions in one launch.
 
-Its plain twin is `minikv.pool.Tokens.gather`. One program = some slots of one KV head.
+Its plain twin is `kernels.gather.gather`. One program = some slots of one KV head.
 """
 
 import torch

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.plain import dot, mix
+from kernels.stretches import Side, raw
 from minikv.seen import Seen
 
 
@@ -178,6 +179,26 @@ class Codec:
     def mix(self, weights: Tensor, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
         """Stored values summed with weights `[..., G, n]` -> `[..., G, D]`."""
         return mix(weights, parts["x"])
+
+    # The same products as Triton kernels make them, of slots as `side` describes them.
+
+    turns: ClassVar[bool] = False  # values are stored rotated: their sum is to be `turned_back`
+
+    @property
+    def fused(self) -> bool:
+        """Whether `side` is all there is of a slot. If not, `dot` and `mix` stay in use on a GPU."""
+        return self.exact
+
+    def side(self, parts: dict[str, Tensor], fixed: Fixed) -> Side:
+        return raw(parts["x"])
+
+    def asked(self, q: Tensor, fixed: Fixed) -> tuple[Tensor | None, Tensor | None]:
+        """What stored keys are multiplied with instead of q `[B, H, G, D]`, and what that misses, `[B, H, G]`."""
+        return None, None
+
+    def turned_back(self, y: Tensor, fixed: Fixed) -> Tensor:
+        """A sum of stored values `[B, H, G, D]` as it would be of values."""
+        return y
 
 
 class Tier(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from kernels.attend import Stretch
+from minikv.attention import Packed
 from minikv.axes import Codec, Fixed, Store
 from minikv.pool import Pool, RaggedPool, Sizes, Statistics, Tokens
 
@@ -41,7 +41,7 @@ class Kept(nn.Module):
         """Keys and values of each tier, as far as `used` slots of a head may be filled."""
         return [pool.tokens(pool.filled(used)) for pool in self.pools]
 
-    def stretches(self, used: int) -> list[Stretch]:
+    def stretches(self, used: int) -> list[Packed]:
         """Each tier for attention; of ragged heads, all but the last."""
         return [pool.stretch(pool.filled(used)) for pool in self.pools if isinstance(pool, Pool)]
 

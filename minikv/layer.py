@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from kernels.attend import Plain, Stretch, causal_chunk, chunk_attention, step_attention
+from kernels.attend import causal_chunk, chunk_attention
+from minikv.attention import Packed, attend, exact
 from minikv.axes import Codec, Fixed
 from minikv.kept import Kept
 from minikv.policy import Policy
@@ -88,27 +89,26 @@ class Layer(nn.Module):
         share = self.share(rows) if self.watches else None
         if self.ragged:
             pool = self.kept.pools[-1]
-            y, (*p, p_pool) = pool.attend(grouped, stretches, pos, self.window)
+            y, p = pool.attend(grouped, stretches, pos, self.window, self.watches)
             if self.watches:
-                self.watch_pool(p_pool, share, pos)
+                self.watch_pool(p.pop(), share, pos)
         else:
-            y, p = step_attention(grouped, stretches, pos, self.window)
+            y, p = attend(grouped, stretches, pos, self.window, self.watches)
         if self.watches:
             self.watch(p, share, pos)
         if self.drops_each_step:
             self.drop_one(fresh, q, pos, rows)
         return y.flatten(1, 2)[:, :, None]
 
-    def stretches(self, fresh: Tokens, pos: Tensor, rows: Rows) -> list[Stretch]:
+    def stretches(self, fresh: Tokens, pos: Tensor, rows: Rows) -> list[Packed]:
         """What a token at `pos [B, 1]` attends to: each kept tier, and the fresh tokens last."""
         used = self.kept.slots if rows.static else rows.used
-        found = [*self.kept.stretches(used), Plain(fresh.k, fresh.v, fresh.pos)]
+        found = [*self.kept.stretches(used), exact(fresh.k, fresh.v, fresh.pos)]
         if self.turned_sinks:
             pool = self.kept.pools[0]
             sinks = pool.tokens(pool.filled(used))
-            found[0] = Plain(
-                self.turned(sinks.k, [part.pos for part in found], pos[:, 0]), sinks.v, sinks.pos
-            )
+            k = self.turned(sinks.k, [part.pos for part in found], pos[:, 0])
+            found[0] = exact(k, sinks.v, sinks.pos)
         return found
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rows: Rows) -> Tensor:
@@ -168,7 +168,7 @@ class Layer(nn.Module):
     def attend_kept(self, q: Tensor, pos: Tensor) -> Tensor:
         """Attention where the new token is already among the kept ones."""
         grouped = q[:, :, 0].unflatten(1, (self.sizes.heads, -1))
-        y, _ = step_attention(grouped, self.kept.stretches(self.kept.slots), pos, self.window)
+        y, _ = attend(grouped, self.kept.stretches(self.kept.slots), pos, self.window, want_p=False)
         return y.flatten(1, 2)[:, :, None]
 
     def turned(self, k: Tensor, pos: list[Tensor], now: Tensor) -> Tensor:

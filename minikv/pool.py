@@ -9,7 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from kernels.attend import Stretch, pool_attention
+from kernels.attend import pool_attention
+from kernels.dispatch import gather
+from kernels.gather import pick
+from minikv.attention import Packed, in_kernels, kernel_attention
 from minikv.axes import Codec, Fixed, Tier
 
 BLOCK = 16  # slots; in a RaggedPool a block belongs to one head
@@ -36,18 +39,14 @@ class Tokens:
 
     def gather(self, index: Tensor) -> "Tokens":
         """The tokens at `index [B, H, m]`."""
-        return self.each(lambda x: pick(x, index))
+        k, v, pos = gather(self.k, self.v, self.pos, index)
+        home = None if self.home is None else pick(self.home, index)
+        return Tokens(k, v, pos, {name: pick(x, index) for name, x in self.state.items()}, home)
 
     def in_order(self) -> "Tokens":
         """Sorted by position, empty ones last."""
         never = torch.iinfo(self.pos.dtype).max
         return self.gather(torch.where(self.pos < 0, never, self.pos).argsort(dim=-1, stable=True))
-
-
-def pick(x: Tensor, index: Tensor) -> Tensor:
-    """x `[B, H, n, ...]` at index `[B, H, m]` -> `[B, H, m, ...]`."""
-    tail = x.shape[3:]
-    return x.gather(2, index.view(*index.shape, *(1 for _ in tail)).expand(*index.shape, *tail))
 
 
 def joined(parts: list[Tokens]) -> Tokens:
@@ -76,24 +75,6 @@ class Sizes:
 
 
 Statistics = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Stored slots as attention reads them; `kernels.attend.Stretch` tells what it needs."""
-
-    tier: Tier
-    k: dict[str, Tensor]
-    v: dict[str, Tensor]
-    fixed_k: Fixed
-    fixed_v: Fixed
-    pos: Tensor
-
-    def dot(self, q: Tensor) -> Tensor:
-        return self.tier.keys.dot(q, self.k, self.fixed_k)
-
-    def mix(self, weights: Tensor) -> Tensor:
-        return self.tier.values.mix(weights, self.v, self.fixed_v)
 
 
 class Slots(nn.Module):
@@ -326,9 +307,13 @@ class RaggedPool(Slots):
         return replace(found, pos=pos, home=home)
 
     def attend(
-        self, q: Tensor, others: list[Stretch], q_pos: Tensor, window: int | None
+        self, q: Tensor, others: list[Packed], q_pos: Tensor, window: int | None, want_p: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """One token's attention to the pool and to other stretches; see `kernels.attend.pool_attention`."""
+        """One token's attention to other stretches and to the pool; see `kernels.attend.pool_attention`."""
+        k, v, fixed = self.coded("k"), self.coded("v"), (self.fixed("k"), self.fixed("v"))
+        own = Packed(self.tier, k, v, *fixed, self.pos, self.owner)
+        if in_kernels(q, [*others, own]):
+            return kernel_attention(q, [*others, own], q_pos, window, want_p)
         k, v = self.in_blocks("k"), self.in_blocks("v")
         fixed = self.fixed_of_blocks("k"), self.fixed_of_blocks("v")
         own = Packed(self.tier, k, v, *fixed, self.pos.view(*self.owner.shape, self.block))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from kernels.received import largest
+from kernels.dispatch import largest
 from minikv.cache import CompressedKVCache
 from minikv.pool import Tokens, joined
 

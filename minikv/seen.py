@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.attend import masked_softmax, visible
-from kernels.received import received
+from kernels.dispatch import received
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@
 Random weights in a preset's shape, random keys and values: nothing is downloaded and no long prompt is read. First
 every Triton kernel against its plain twin, then decoding: eager, compiled with CUDA graphs, compiled without, each
 with tokens per second, bytes per step and share of the copy bandwidth measured here, and with no step waiting for the
-device. What does not fit into memory or time is named as skipped; --seconds gives it more. The last line is JSON. Exit
-code 0: all right, 1: something is wrong, 2: it could not start.
+device. `MINIKV_TRITON=0` decodes without those kernels, to compare. What does not fit into memory or time is named as
+skipped; --seconds gives it more. The last line is JSON. Exit code 0: all right, 1: something is wrong, 2: it could
+not start.
 """
 
 import argparse

@@ -14,6 +14,7 @@ FORBIDDEN = {"transformers", "tokenizers", "accelerate", "jinja2"}
 LAYERS = {
     "minikv.seen": 0,
     "minikv.axes": 1,
+    "minikv.attention": 2,
     "minikv.strategies": 2,
     "minikv.policy": 3,
     "minikv.pool": 3,
@@ -23,6 +24,7 @@ LAYERS = {
     "minikv.cache_file": 5,
     "minikv.cache": 6,
     "minikv.sizing": 7,
+    "minikv.launches": 6,
     "minikv.replay": 7,
     "minikv.step": 7,
     "minikv.sampling": 7,

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.hashes import distances, gaussian, sign_codes
+from kernels.dispatch import distances, sign_codes
+from kernels.hashes import gaussian
 from minikv.axes import Scorer
 from minikv.seen import Seen
 

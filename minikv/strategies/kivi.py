@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.codes import decode_channels, dot_channels
+from kernels.codes import dot_channels
+from kernels.dispatch import quantize_channels
 from kernels.pack import row_words
-from kernels.quantize import quantize_channels
+from kernels.stretches import Side, channel_grid
 from minikv.axes import Codec, Coded, Fixed
 from minikv.strategies.rtn import TokenGrid, check_bits, group_of, slots_last
 
@@ -35,6 +36,7 @@ class ChannelGrid(Codec):
     bits: int
 
     exact = False
+    fused = True
     span = SPAN
 
     def buffers(
@@ -50,7 +52,10 @@ class ChannelGrid(Codec):
         return {"words": words, "scale": scale, "zero": zero}
 
     def decode(self, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
-        return decode_channels(parts["words"], parts["scale"], parts["zero"], self.bits, SPAN)
+        return self.side(parts, fixed).decode()
+
+    def side(self, parts: dict[str, Tensor], fixed: Fixed) -> Side:
+        return channel_grid(parts["words"], parts["scale"], parts["zero"], self.bits, SPAN)
 
     def dot(self, q: Tensor, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
         return dot_channels(q, parts["words"], parts["scale"], parts["zero"], self.bits, SPAN)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.received import largest
+from kernels.dispatch import largest
 from minikv.axes import Scorer
 from minikv.seen import Seen
 

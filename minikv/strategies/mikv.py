@@ -44,6 +44,9 @@ class BalancedGrid(TokenGrid):
     def dot(self, q: Tensor, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
         return super().dot(q / balance(fixed), parts, fixed)
 
+    def asked(self, q: Tensor, fixed: Fixed) -> tuple[Tensor, None]:
+        return q.float() / balance(fixed), None
+
 
 def balance(fixed: Fixed) -> Tensor:
     """`[..., 1, D]`; 1 before anything has been fitted."""

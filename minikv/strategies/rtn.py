@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.codes import decode_tokens, dot_tokens, mix_tokens
+from kernels.codes import dot_tokens, mix_tokens
+from kernels.dispatch import quantize_tokens
 from kernels.pack import row_words
-from kernels.quantize import quantize_tokens
+from kernels.stretches import Side, token_grid
 from minikv.axes import Codec, Coded, Fixed
 
 GROUP = 32  # channels of a grid where the store does not say
@@ -31,6 +32,7 @@ class TokenGrid(Codec):
     symmetric: bool = False
 
     exact = False
+    fused = True
 
     def buffers(
         self, lead: tuple[int, ...], head_dim: int, dtype: torch.dtype, device: torch.device
@@ -44,7 +46,10 @@ class TokenGrid(Codec):
         return {"words": words, "scale": scale} | ({} if zero is None else {"zero": zero})
 
     def decode(self, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
-        return decode_tokens(parts["words"], parts["scale"], parts.get("zero"), self.bits, self.group)
+        return self.side(parts, fixed).decode()
+
+    def side(self, parts: dict[str, Tensor], fixed: Fixed) -> Side:
+        return token_grid(parts["words"], parts["scale"], parts.get("zero"), self.bits, self.group)
 
     def dot(self, q: Tensor, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
         return dot_tokens(q, parts["words"], parts["scale"], parts.get("zero"), self.bits, self.group)

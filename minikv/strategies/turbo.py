@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.codes import decode_levels, decode_tokens, dot_levels, dot_tokens, mix_levels, mix_tokens
+from kernels.codes import decode_tokens, dot_levels, dot_tokens, mix_levels, mix_tokens
 from kernels.pack import pack, row_words
+from kernels.stretches import Side, level_table
 from minikv.axes import Codec, Coded, Fixed
 from minikv.strategies.rtn import check_bits, slots_last
 
@@ -48,6 +49,11 @@ class RotatedLevels(Codec):
     sign: bool = False
 
     exact = False
+    turns = True
+
+    @property
+    def fused(self) -> bool:
+        return not self.sign  # kernels read one plane of codes
 
     @property
     def level_bits(self) -> int:
@@ -98,7 +104,7 @@ class RotatedLevels(Codec):
 
     def decode(self, parts: dict[str, Tensor], fixed: Fixed) -> Tensor:
         d = fixed["turn"].shape[0]
-        y = decode_levels(parts["words"], parts["scale"], fixed["levels"], self.level_bits, d)
+        y = self.side(parts, fixed).decode()
         if self.sign:
             y = y + decode_tokens(*self.sign_grid(parts, d)) @ fixed["sketch"]
         x = y @ fixed["turn"]
@@ -118,6 +124,17 @@ class RotatedLevels(Codec):
             y = y + mix_tokens(weights, *self.sign_grid(parts, d)) @ fixed["sketch"]
         x = y @ fixed["turn"]
         return x + weights.sum(-1, keepdim=True) * fixed["mean"][..., None, :] if self.centred else x
+
+    def side(self, parts: dict[str, Tensor], fixed: Fixed) -> Side:
+        d = fixed["turn"].shape[0]
+        return level_table(parts["words"], parts["scale"], fixed["levels"], self.level_bits, d)
+
+    def asked(self, q: Tensor, fixed: Fixed) -> tuple[Tensor, Tensor | None]:
+        q = q.float()
+        return q @ fixed["turn"].mT, (q @ fixed["mean"][..., None])[..., 0] if self.centred else None
+
+    def turned_back(self, y: Tensor, fixed: Fixed) -> Tensor:
+        return (y.float() @ fixed["turn"]).to(y.dtype)
 
     def sign_grid(self, parts: dict[str, Tensor], d: int) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """Signs as one-bit codes on the grid -missed, +missed."""
