@@ -2,11 +2,14 @@
 """minikv beside transformers, and kvpress, on the same weights, threads and prompt (needs requirements-dev.txt).
 
     python scripts/bench_peers.py decode --tokens 128 --new-tokens 256 --dtype bfloat16
+    python scripts/bench_peers.py decode --tokens 4096 --policy snapkv adakv --budget 512
     python scripts/bench_peers.py prefill --tokens 128 2048 8000
     python scripts/bench_peers.py kvpress --tokens 4096 --repeat 3
 
-`decode`: a full cache, eager and compiled, beside transformers' dynamic, static, and static and compiled one.
-`prefill`: reading a prompt. Rounds visit all in turn, so that drift of the machine hits them alike. `kvpress`:
+`decode`: a full cache, eager and compiled, beside transformers' dynamic, static, and static and compiled one, and what
+share of its ceiling each of ours reaches: bytes of weights and held tokens over the bandwidth of one large
+matrix-vector product, measured in each round. With --policy also that method at --budget, ours compiled and kvpress's,
+which is not: it compresses a dynamic cache after the prompt, and adds nothing to a step. `prefill`: reading a prompt. Rounds visit all in turn, so that drift of the machine hits them alike. `kvpress`:
 what its presses add to reading a prompt, to be read beside scripts/bench_prefill.py. The last line is JSON.
 """
 
@@ -19,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,6 +33,7 @@ from torch import Tensor, nn
 
 from minikv import CompressedKVCache
 from minikv.generate import prefill
+from minikv.physics import bandwidth, cache_bytes, weight_bytes
 from minikv.step import CompiledStep, step
 from models import load_model
 from models.hub import find
@@ -75,12 +79,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     decoding.add_argument("--new-tokens", type=int, default=64, help="tokens of a round (64)")
     decoding.add_argument("--quantize", nargs="+", default=[], help="also ours with these weights, compiled")
     decoding.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="both sides")
-    press.add_argument("--policy", nargs="+", default=list(PRESSES), choices=list(PRESSES))
-    press.add_argument("--budget", type=int, default=512, help="tokens that a press leaves (512)")
+    for task, policies in ((decoding, []), (press, list(PRESSES))):
+        task.add_argument("--policy", nargs="+", default=policies, choices=list(PRESSES))
+        task.add_argument(
+            "--budget", type=int, default=512, help="tokens per KV head that a method leaves (512)"
+        )
     args = parser.parse_args(argv)
     tokens = args.tokens if args.task == "prefill" else [args.tokens]
     if args.repeat < 1 or min(tokens) < 1:
         parser.error("--repeat and --tokens must be at least 1")
+    if args.task != "prefill" and args.policy and not 1 <= args.budget <= args.tokens:
+        parser.error(f"a budget of {args.budget} of {args.tokens} tokens; --budget takes 1 to --tokens")
     return args
 
 
@@ -98,9 +107,18 @@ def random_ids(model: nn.Module, tokens: int) -> Tensor:
 # Decoding.
 
 
-def ours(model: nn.Module, compiled: bool, ids: Tensor, n: int) -> Callable[[], Decoded]:
-    """A round of ours: the prompt `ids [1, T]`, then n timed steps."""
-    cache = CompressedKVCache.for_model(model, "full", context=ids.shape[1] + n, room=ROOM)
+class Side(NamedTuple):
+    """decode_round: a prompt, then timed steps. nbytes: what one of them must read, of ours."""
+
+    decode_round: Callable[[], Decoded]
+    nbytes: int | None = None
+
+
+def ours(
+    model: nn.Module, compiled: bool, ids: Tensor, n: int, policy: str = "full", budget: int = 512
+) -> Side:
+    """The prompt is `ids [1, T]`; n timed steps."""
+    cache = CompressedKVCache.for_model(model, policy, budget, context=ids.shape[1] + n, room=ROOM)
     run = CompiledStep(cache) if compiled else step
 
     def decode_round() -> Decoded:
@@ -108,11 +126,18 @@ def ours(model: nn.Module, compiled: bool, ids: Tensor, n: int) -> Callable[[], 
         token = prefill(model, ids.tolist(), cache).argmax(-1, keepdim=True)
         return decode(model, cache, run, token, n)
 
-    return decode_round
+    return Side(decode_round, weight_bytes(model) + cache_bytes(cache, ids.shape[1], n // 2))
 
 
-def theirs(model: nn.Module, static: bool, compiled: bool, ids: Tensor, n: int) -> Callable[[], Decoded]:
-    """A round of transformers' model with nothing around it: their `generate` adds work to every token."""
+def theirs(
+    model: nn.Module,
+    static: bool,
+    compiled: bool,
+    ids: Tensor,
+    n: int,
+    press: kvpress.BasePress | None = None,
+) -> Side:
+    """transformers' model with nothing around it: their `generate` adds work to every token."""
     length = ids.shape[1]
     buffers = transformers.StaticCache(config=model.config, max_cache_len=length + n) if static else None
     forward = torch.compile(model.forward, fullgraph=True, dynamic=False) if compiled else model.forward
@@ -122,7 +147,9 @@ def theirs(model: nn.Module, static: bool, compiled: bool, ids: Tensor, n: int) 
         if buffers is not None:
             cache = buffers
             cache.reset()
-        token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+        with nullcontext() if press is None else press(model):
+            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        token = logits[:, -1].argmax(-1, keepdim=True)
         found, seconds = [], []
         for i in range(length, length + n):
             begun = perf_counter()
@@ -133,10 +160,10 @@ def theirs(model: nn.Module, static: bool, compiled: bool, ids: Tensor, n: int) 
             found.append(token[:, 0].tolist())
         return found, seconds
 
-    return decode_round
+    return Side(decode_round)
 
 
-def contenders(args: argparse.Namespace) -> dict[str, Callable[[], Decoded]]:
+def contenders(args: argparse.Namespace) -> dict[str, Side]:
     model, peer = load_model(args.model, "cpu", args.dtype), load_theirs(args)
     ids, n = random_ids(model, args.tokens), args.new_tokens
     found = {
@@ -147,6 +174,11 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[], Decoded]]:
     if args.compile:
         found["minikv compiled"] = ours(model, True, ids, n)
         found["transformers static compiled"] = theirs(peer, True, True, ids, n)
+    for policy in args.policy:
+        press = PRESSES[policy](1 - args.budget / args.tokens)
+        found[f"kvpress {policy}"] = theirs(peer, False, False, ids, n, press)
+        name = f"minikv {policy}" + " compiled" * args.compile
+        found[name] = ours(model, args.compile, ids, n, policy, args.budget)
     for bits in args.quantize:
         small = load_model(args.model, "cpu", args.dtype, quantize=bits)
         found[f"minikv {bits}" + " compiled" * args.compile] = ours(small, args.compile, ids, n)
@@ -156,18 +188,31 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[], Decoded]]:
 @torch.no_grad()
 def compare_decoding(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds per step, each the median of a round, and a hash of the ids by name; a first round warms up."""
-    rounds = contenders(args)
+    sides = contenders(args)
     hashes = {}
-    for name, decode_round in rounds.items():
+    for name, side in sides.items():
         print(f"warming up {name}", file=sys.stderr)
-        hashes[name] = digest(decode_round()[0])
-    seconds: dict[str, list[float]] = {name: [] for name in rounds}
+        hashes[name] = digest(side.decode_round()[0])
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    speeds = []  # bytes per second
     for index in range(args.repeat):
-        for name in turned(list(rounds), index):
-            seconds[name].append(median(rounds[name]()[1]))
+        found = bandwidth(torch.device("cpu"), DTYPES[args.dtype])
+        speeds.append(max(filter(None, found.values())))
+        for name in turned(list(sides), index):
+            seconds[name].append(median(sides[name].decode_round()[1]))
     show(f"decode after {args.tokens} tokens, {args.dtype}", seconds, 1000, "ms/token")
+    reached = shares(sides, seconds, median(speeds))
     print("ids: " + ", ".join(f"{name} {digits[:6]}" for name, digits in hashes.items()))
-    return dict(seconds=seconds, ids=hashes)
+    return dict(seconds=seconds, ids=hashes, bandwidth=speeds, share_of_ceiling=reached)
+
+
+def shares(sides: dict[str, Side], seconds: dict[str, list[float]], speed: float) -> dict[str, float]:
+    """Share of its ceiling that each of ours reaches, told on a line."""
+    least = {name: side.nbytes / speed for name, side in sides.items() if side.nbytes}  # seconds
+    found = {name: time / median(seconds[name]) for name, time in least.items()}
+    told = ", ".join(f"{name} {found[name]:.0%} of {1000 * least[name]:.2f} ms" for name in found)
+    print(f"ceiling, at {speed / 1e9:.1f} GB/s: {told}")
+    return found
 
 
 def turned(names: list[str], index: int) -> list[str]:

@@ -241,12 +241,20 @@ def test_a_row_that_dies_does_not_stop_the_next(monkeypatch):
     assert "failed: the process ended with code -9" in bench.result_table([first, second])
 
 
-def test_transformers_decodes_the_same_ids_beside_us(toy_dir, capsys):
+def test_transformers_decodes_the_same_ids_beside_us(toy_dir, capsys, monkeypatch):
+    monkeypatch.setattr(physics, "MATRIX_BYTES", {"cpu": 2**16})
     flags = ["--model", str(toy_dir), "--repeat", "1"]
     assert bench_peers.main(["decode", *flags, "--tokens", "9", "--new-tokens", "5", "--no-compile"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["ids"]) == {"minikv", "transformers dynamic", "transformers static"}
     assert len(set(found["ids"].values())) == 1
+    assert len(found["bandwidth"]) == 1 and 0 < found["share_of_ceiling"]["minikv"]
+    flags_of_methods = ["--no-compile", "--policy", "snapkv", "adakv", "--budget", "48"]
+    assert bench_peers.main(["decode", *flags, "--tokens", "90", "--new-tokens", "5", *flags_of_methods]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {f"{who} {method}" for who in ("minikv", "kvpress") for method in ("snapkv", "adakv")} < set(
+        found["ids"]
+    )
     assert bench_peers.main(["prefill", *flags, "--tokens", "9", "30"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [set(times) for times in found["seconds"].values()] == [{"minikv", "transformers"}] * 2
