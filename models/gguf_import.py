@@ -4,14 +4,18 @@ Quantised tensors are dequantised to floats. Everything is streamed, a few milli
 memory stays small whatever the size of the model.
 """
 
+from __future__ import annotations
+
 import json
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,10 +34,8 @@ from models.gguf_tokenizer import tokenizer_files
 from models.weights import listing, places
 from models.zoo import config_from_json
 
-try:
-    import gguf
-except ImportError:  # only a GGUF file needs it
-    gguf = None
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SHARD_BYTES = 4_000_000_000
@@ -63,7 +65,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 class Source:
     """Where the numbers of one checkpoint tensor come from."""
 
-    tensor: "gguf.ReaderTensor"
+    tensor: ReaderTensor
     shape: tuple[int, ...]
     heads: int  # heads whose rows are interleaved for rope; 0 where the row order is ours
 
@@ -95,7 +97,7 @@ def import_gguf(path: str | Path, directory: str | Path, dtype: torch.dtype | No
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_gguf(path: Path) -> tuple[Fields, dict[str, "gguf.ReaderTensor"]]:
+def read_gguf(path: Path) -> tuple[Fields, dict[str, ReaderTensor]]:
     """The metadata of a GGUF file, and its tensors as views into the mapped file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -104,10 +106,9 @@ def read_gguf(path: Path) -> tuple[Fields, dict[str, "gguf.ReaderTensor"]]:
     refuse_stand_in(path, start)
     if not start.startswith(b"GGUF"):
         raise ValueError(f"{path}: not a GGUF file (it does not start with GGUF); {AGAIN}")
-    if gguf is None:
-        raise ValueError(f"{path}: a GGUF file needs the package gguf: pip install gguf")
+    reader_of = gguf_package(path).GGUFReader
     try:
-        reader = gguf.GGUFReader(path)
+        reader = reader_of(path)
         meta = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError) as error:
         size = path.stat().st_size
@@ -117,9 +118,15 @@ def read_gguf(path: Path) -> tuple[Fields, dict[str, "gguf.ReaderTensor"]]:
     return Fields(meta), {tensor.name: tensor for tensor in reader.tensors}
 
 
-def describe(
-    meta: Fields, tensors: Mapping[str, "gguf.ReaderTensor"]
-) -> tuple[dict[str, Any], dict[str, Source]]:
+def gguf_package(path: Path) -> ModuleType:
+    """Imported here and not above: it brings much else, which only a GGUF file has a use for."""
+    try:
+        return import_module("gguf")
+    except ImportError as error:
+        raise ValueError(f"{path}: a GGUF file needs the package gguf: pip install gguf") from error
+
+
+def describe(meta: Fields, tensors: Mapping[str, ReaderTensor]) -> tuple[dict[str, Any], dict[str, Source]]:
     """The `config.json`, and checkpoint tensor -> source; refuses a file that is not exactly that model."""
     parts = meta.integer("split.count", 0, default=1)
     if parts > 1:
@@ -152,7 +159,7 @@ def describe(
     return raw, sources
 
 
-def own_dtype(tensors: Mapping[str, "gguf.ReaderTensor"]) -> torch.dtype:
+def own_dtype(tensors: Mapping[str, ReaderTensor]) -> torch.dtype:
     """The one float type of the matrices (norms are always float32); bfloat16 if they are quantised."""
     kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
     if not kinds <= FLOATS.keys():
@@ -204,15 +211,16 @@ def write_weights(folder: Path, sources: Mapping[str, Source], dtype: torch.dtyp
 def rows(name: str, source: Source) -> Iterator[torch.Tensor]:
     """The tensor in float32, from the first row to the last, in pieces."""
     data, kind = source.tensor.data, source.tensor.tensor_type
+    dequantize = import_module("gguf").dequantize
     try:
         if data.ndim == 1:
-            yield to_torch(half_split(gguf.dequantize(data, kind), source.heads))
+            yield to_torch(half_split(dequantize(data, kind), source.heads))
             return
         # Quantisation blocks lie within rows, so rows can change places before they are dequantised.
         data = half_split(data, source.heads)
         step = max(1, PIECE_NUMBERS // source.shape[1])
         for begin in range(0, len(data), step):
-            yield to_torch(gguf.dequantize(data[begin : begin + step], kind))
+            yield to_torch(dequantize(data[begin : begin + step], kind))
     except NotImplementedError as error:
         raise ValueError(f"{name} is stored as {kind.name}, which cannot be dequantised") from error
 

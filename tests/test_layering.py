@@ -98,11 +98,11 @@ def test_nothing_forbidden_is_loaded_at_run_time():
     assert not {name.partition(".")[0] for name in loaded.stdout.split()} & FORBIDDEN
 
 
-def test_a_chat_without_compile_does_not_load_the_compiler(toy_dir):
-    """It would take longer than the model."""
+def test_a_chat_loads_neither_the_compiler_nor_what_reads_gguf_files(toy_dir):
+    """Each would take longer than the model."""
     code = (
         "import sys; from scripts import chat; "
         "chat.main(['--model', sys.argv[1], '--prompt', 'hi', '--max-new-tokens', '2']); "
-        "assert 'torch._dynamo' not in sys.modules"
+        "assert not {'torch._dynamo', 'gguf', 'triton'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, toy_dir], cwd=ROOT, capture_output=True, check=True)
