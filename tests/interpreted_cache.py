@@ -12,9 +12,9 @@ from minikv.step import step
 from tests.conftest import make_toy, small
 
 # One of each way to attend, to score and to write.
-NAMES = ["full", "streaming", "h2o", "hashevict(prompt=batched)", "kvzip", "adakv"]
+NAMES = ["streaming", "h2o", "hashevict(prompt=batched)", "kvzip", "adakv"]
 NAMES += ["int4", "int2", "int8(symmetric=True)", "kivi2", "turbo4", "turbo(sign=True)", "mikv(high=8,low=3)"]
-NAMES += ["snapkv+adakv+kivi", "h2o+int4", "h2o+adakv+turbo3", "snapkv+mikv"]
+NAMES += ["snapkv+adakv+kivi", "h2o+adakv+turbo3", "snapkv+mikv"]
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,7 @@ def test_caches_of_every_method_equal_plain_ones_in_the_interpreter():
 
 @pytest.mark.parametrize(
     ("policy", "launches"),
-    [
-        ("snapkv", 3),
-        ("snapkv+int4", 4),
-        ("snapkv+adakv", 3),
-        ("snapkv+turbo", 4),
-        ("hashevict", 5),
-        ("h2o", 3),
-    ],
+    [("snapkv+adakv", 3), ("snapkv+turbo", 4), ("hashevict", 5), ("h2o", 3)],
 )
 def test_a_step_through_kernels_is_one_graph(policy, launches, monkeypatch):
     """Per layer a launch for each stretch and one that merges; HashEvict hashes a key and a query and compares."""
