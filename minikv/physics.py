@@ -1,6 +1,6 @@
 """What a decode step must read, and how fast this machine reads: the ceiling, before anything is measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -53,26 +53,31 @@ def multiply_and_sum(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def bandwidth(device: torch.device, dtype: torch.dtype, repeat: int = 10) -> dict[str, float | None]:
+def bandwidth(
+    device: torch.device,
+    dtype: torch.dtype,
+    repeat: int = 10,
+    typical: Callable[[Sequence[float]], float] = min,
+) -> dict[str, float | None]:
     """Bytes per second of one large matrix-vector product, the fastest of `repeat`: eager and compiled.
 
-    Eagerly it is torch's own product. "compiled" is None where there is no working compiler.
+    typical: which of the times counts, if not the shortest. Eagerly it is torch's own product. "compiled" is None where there is no working compiler.
     """
     size = MATRIX_BYTES.get(device.type, MATRIX_BYTES["cpu"])
     matrix = torch.ones(size // dtype.itemsize // COLUMNS, COLUMNS, dtype=dtype, device=device)
     vector = torch.ones(COLUMNS, dtype=dtype, device=device)
 
-    def fastest(product: Callable[[Tensor, Tensor], Tensor]) -> float:
+    def speed(product: Callable[[Tensor, Tensor], Tensor]) -> float:
         times = []
         for _ in range(repeat + 1):  # the first one warms up
             start = perf_counter()
             wait_for(product(matrix, vector))
             times.append(perf_counter() - start)
-        return matrix.nbytes / min(times[1:])
+        return matrix.nbytes / typical(times[1:])
 
-    eager = fastest(torch.mv)
+    eager = speed(torch.mv)
     try:
-        compiled = fastest(torch.compile(multiply_and_sum, dynamic=False))
+        compiled = speed(torch.compile(multiply_and_sum, dynamic=False))
     except torch._inductor.exc.InductorError:
         compiled = None
     return {"eager": eager, "compiled": compiled}

@@ -7,10 +7,11 @@
     python scripts/bench_peers.py kvpress --tokens 4096 --repeat 3
 
 `decode`: a full cache, eager and compiled, beside transformers' dynamic, static, and static and compiled one, and what
-share of its ceiling each of ours reaches: bytes of weights and held tokens over the bandwidth of one large
-matrix-vector product, measured in each round. With --policy also that method at --budget, ours compiled and kvpress's,
-which is not: it compresses a dynamic cache after the prompt, and adds nothing to a step. `prefill`: reading a prompt. Rounds visit all in turn, so that drift of the machine hits them alike. `kvpress`:
-what its presses add to reading a prompt, to be read beside scripts/bench_prefill.py. The last line is JSON.
+share of its ceiling each of ours reaches: bytes of weights and held tokens over the bandwidth of one large float32
+matrix-vector product, measured in each round; medians of both. With --policy also that method at --budget: ours
+compiled, and kvpress's, which compresses a dynamic cache after the prompt and adds nothing to a step. `prefill`:
+reading a prompt. Rounds visit all in turn, so that drift of the machine hits them alike. `kvpress`: what its presses
+add to reading a prompt, to be read beside scripts/bench_prefill.py. The last line is JSON.
 """
 
 import argparse
@@ -196,7 +197,7 @@ def compare_decoding(args: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     speeds = []  # bytes per second
     for index in range(args.repeat):
-        found = bandwidth(torch.device("cpu"), DTYPES[args.dtype])
+        found = bandwidth(torch.device("cpu"), torch.float32, typical=median)
         speeds.append(max(filter(None, found.values())))
         for name in turned(list(sides), index):
             seconds[name].append(median(sides[name].decode_round()[1]))
