@@ -95,18 +95,18 @@ def pool_attention(
         index = owner.view(batch, blocks, *(1 for _ in x.shape[2:]))
         return x.gather(1, index.expand(batch, blocks, *x.shape[2:]))
 
+    mine = owner[:, None] == torch.arange(heads, device=q.device)[:, None]  # [B, H, blocks]
+
     def by_owner(x: Tensor) -> Tensor:  # sums [B, blocks, ...] -> [B, H, ...]
         if in_loops(x):  # a scatter would be a loop of single atomic additions
-            mine = owner[:, None] == torch.arange(heads, device=x.device)[:, None]  # [B, H, blocks]
             return (mine.view(*mine.shape, *(1 for _ in x.shape[2:])) * x[:, None]).sum(2)
         index = owner.view(batch, blocks, *(1 for _ in x.shape[2:])).expand_as(x)
         return x.new_zeros(batch, heads, *x.shape[2:]).scatter_add(1, index, x)
 
     own = seen_logits(pool, of_owner(scaled), q_pos, window)  # [B, blocks, G, slots]
     logits = [seen_logits(part, scaled, q_pos, window) for part in others]
-    top = reduce(torch.maximum, largest(logits))
-    index = owner[..., None].expand(batch, blocks, group)
-    top = finite(top.scatter_reduce(1, index, own.amax(-1), "amax"))  # [B, H, G]
+    tops = torch.where(mine[..., None], own.amax(-1)[:, None], -torch.inf).amax(2)  # [B, H, G]
+    top = finite(reduce(torch.maximum, largest(logits), tops))
     own_weights = (own - of_owner(top)[..., None]).exp()
     weights = [(x - top[..., None]).exp() for x in logits]
     scale = inverse(by_owner(own_weights.sum(-1)) + sum(x.sum(-1) for x in weights))[..., None]

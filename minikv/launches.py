@@ -8,7 +8,7 @@ share code share its buffers.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -16,10 +16,12 @@ from torch import Tensor
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # compiled code: inputs, a list that it empties -> outputs
 
 KERNEL = "cpp_fused"  # what the names of inductor's CPU kernels begin with
+LIBRARY = "extern_kernels"  # whose products write to an `out`
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 ALLOCATE = "empty_strided_cpu"
 # All else that code may name which does nothing but call kernels.
 DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
-HARMLESS = {"clear", "torch", "reinterpret_tensor", ALLOCATE} | DTYPES
+HARMLESS = {"clear", "torch", "reinterpret_tensor", ALLOCATE, LIBRARY} | PRODUCTS | DTYPES
 
 
 class Recorder:
@@ -37,8 +39,10 @@ class Recorder:
         if not kernels or names - kernels - HARMLESS:
             return self.run_whole(run, inputs)
         module = code.__globals__
-        own = {name: module[name] for name in (*kernels, ALLOCATE)}
+        own = {name: module[name] for name in (*kernels, ALLOCATE, LIBRARY)}
         module.update({name: self.noting(own[name]) for name in kernels})
+        products = {name: self.noting(getattr(own[LIBRARY], name)) for name in names & PRODUCTS}
+        module[LIBRARY] = SimpleNamespace(**products)
         first = code not in self.buffers
         buffers = iter(self.buffers.setdefault(code, []))
 
@@ -57,10 +61,10 @@ class Recorder:
             del self.buffers[code]
         return outputs
 
-    def noting(self, kernel: Callable[..., None]) -> Callable[..., None]:
-        def note(*args: object) -> None:
-            self.launches.append(partial(kernel, *args))
-            kernel(*args)
+    def noting(self, kernel: Callable[..., object]) -> Callable[..., object]:
+        def note(*args: object, **named: object) -> object:
+            self.launches.append(partial(kernel, *args, **named))
+            return kernel(*args, **named)
 
         return note
 

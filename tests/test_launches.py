@@ -1,7 +1,7 @@
 """Compiled code noted launch by launch: the same results without the rest of the code."""
 
 from functools import partial
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +33,17 @@ def writing(args):
     return ()
 
 
+def multiplying(args):
+    """x, y -> x @ y * 2."""
+    x, y = args
+    args.clear()
+    buf0 = empty_strided_cpu((2, 2), (2, 1), torch.float32)  # noqa: F821
+    extern_kernels.mm(x, y, out=buf0)  # noqa: F821
+    buf1 = empty_strided_cpu((2, 2), (2, 1), torch.float32)  # noqa: F821
+    cpp_fused_double(buf0, buf1)  # noqa: F821
+    return (buf1,)
+
+
 def calling_others(args):
     (x,) = args
     args.clear()
@@ -49,14 +60,15 @@ class Module:
             empty_strided_cpu=self.counted(
                 "allocate", lambda *how: torch.empty_strided(*how[:2], dtype=how[2])
             ),
+            extern_kernels=SimpleNamespace(mm=self.counted("mm", torch.mm)),
             cpp_fused_double=self.counted("double", lambda x, out: torch.mul(x, 2, out=out)),
             cpp_fused_sum=self.counted("sum", lambda x, y, out: torch.add(x, y, out=out)),
         )
 
     def counted(self, name, function):
-        def call(*args):
+        def call(*args, **named):
             self.called.append(name)
-            return function(*args)
+            return function(*args, **named)
 
         return call
 
@@ -93,6 +105,16 @@ def test_the_same_code_run_for_other_tensors_shares_its_buffers_but_not_its_outp
     for tensor in (x, y):
         outs += recorder.run(code, [tensor, tensor])
     assert [out.tolist() for out in outs] == [[27] * 3, [54] * 3]
+
+
+def test_products_of_the_library_are_launches_too():
+    module, recorder = Module(), Recorder()
+    x, y = torch.eye(2), torch.ones(2, 2)
+    (out,) = recorder.run(module.code(multiplying), [x, y])
+    x.fill_(1)
+    again(recorder)
+    assert out.tolist() == [[4, 4], [4, 4]]
+    assert module.called[-2:] == ["mm", "double"]
 
 
 def test_code_that_does_something_else_too_runs_as_a_whole():
