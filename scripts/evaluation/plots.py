@@ -73,8 +73,10 @@ def quality(rows: list[Row], size: str, path: Path) -> Path:
     """The task's first figure against one of SIZES: a line for each policy, bars of 95 %."""
     column = find_task(rows[0]["task"]).columns[0]
     metric, scale = METRICS[column], MIB if size == "nbytes" else 1
-    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
-    for i, ((policy,), mine) in enumerate(grouped(rows, "policy").items()):
+    by_policy = grouped(rows, "policy")
+    # High enough for the legend.
+    figure, axes = pyplot.subplots(figsize=(8, max(4.8, 0.22 * len(by_policy) + 0.5)), layout="constrained")
+    for i, ((policy,), mine) in enumerate(by_policy.items()):
         points = sorted(point(same, size, column) for same in grouped(mine, "budget", "kv_bytes").values())
         x, y, low, high = map(np.array, zip(*points, strict=True))
         if policy == "full":
