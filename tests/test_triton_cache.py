@@ -12,7 +12,7 @@ from tests.conftest import make_toy
 pytestmark = pytest.mark.gpu_kernels
 
 
-def test_caches_of_every_method_equal_plain_ones_in_the_interpreter():
+def test_caches_of_every_kind_equal_plain_ones_in_the_interpreter():
     run_interpreted("tests/interpreted_cache.py")
 
 
