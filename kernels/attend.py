@@ -87,7 +87,7 @@ def pool_attention(
     others `[B, H, G, n]` and last of the pool `[B, N, G]`. Each block is one product with its head's
     queries, whatever the split, and heads gather their blocks' partial sums.
     """
-    batch, heads, group, d = q.shape
+    batch, heads, _, d = q.shape
     blocks = owner.shape[1]
     scaled = q.float() * d**-0.5
 
