@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -194,11 +195,11 @@ def prefill(
         fed = tokens[:, start:stop]
         piece = cache.begin(fed, pos[:, start:stop])
         twice = cache.policy.score.replays and stop - start > 1
-        x = hidden_with_replay(model, cache, fed, piece) if twice else model.hidden(fed, piece, cache)
-        cache.end(piece)  # x [B, t, C]
+        hidden = partial(hidden_with_replay, model) if twice else model.hidden
         at = lengths - 1 - start  # each row's last token within this piece, if it is here
         here = (at >= 0) & (at < stop - start)
-        ends = x[torch.arange(len(rows), device=device), at.clamp(0, stop - start - 1)]  # [B, C]
+        ends = hidden(fed, piece, cache, at.clamp(0, stop - start - 1))[:, 0]  # [B, C]
+        cache.end(piece)
         last = ends if last is None else torch.where(here[:, None], ends, last)
     return model.logits(last)
 

@@ -118,9 +118,13 @@ class Layer(nn.Module):
             return self.one_by_one(q, k, v, pos, rows, free)
         new = self.arrived(k, v, pos, rows.tokens)
         y = self.attend_chunk(q, [*self.held(rows), new], pos, rows)
-        self.remember(q, pos, rows)
-        self.compress([*self.candidates(rows), new], rows.last(pos), rows, (pos >= 0).any(1), q, pos)
+        self.take(new, q, pos, rows)
         return y
+
+    def take(self, new: Tokens, q: Tensor, pos: Tensor, rows: Rows) -> None:
+        """Tokens that have attended join what is held, and all of it is compressed."""
+        self.remember(q, pos, rows)
+        self.compress([*self.candidates(rows), new], rows, pos, q)
 
     def attend_chunk(self, q: Tensor, parts: list[Tokens], pos: Tensor, rows: Rows) -> Tensor:
         """New tokens, the last of the parts, attend to what is held and to each other."""
@@ -157,7 +161,7 @@ class Layer(nn.Module):
             query, new, place = taken(0, free)
             parts = [*self.held(rows), new]
             done.append(self.attend_past(query, joined(parts), place))
-            self.compress(parts, rows.last(place), rows, (place >= 0).any(1), query, place)
+            self.compress(parts, rows, place, query)
         for t in range(free, pos.shape[1]):
             query, new, place = taken(t, t + 1)
             self.remember(query, place, rows)
@@ -206,31 +210,34 @@ class Layer(nn.Module):
 
     def flush(self, rows: Rows, full: Tensor) -> None:
         """Compress the rows (bool `[B]`) whose fresh part is full."""
-        self.compress(self.candidates(rows), rows.last(None), rows, full)
+        self.compress(self.candidates(rows), rows, active=full)
 
     def compress(
         self,
         parts: list[Tokens],
-        last: Tensor,
         rows: Rows,
-        active: Tensor,
-        new_q: Tensor | None = None,
-        new_pos: Tensor | None = None,
+        pos: Tensor | None = None,
+        q: Tensor | None = None,
+        active: Tensor | None = None,
     ) -> None:
         """Survivors of all candidates become kept, in the active rows (bool `[B]`); the others stay as they are.
 
-        new_q `[B, G*H, T, D]` and new_pos `[B, T]`: the queries of the chunk that has just attended, if one has.
+        pos `[B, T]`: of a chunk that is last among the parts, whose rows are active; q `[B, G*H, T, D]`: its
+        queries, if it has attended through the cache.
         """
         solid = not rows.gaps and (rows.empty or not self.disorders)
         if solid and self.extends and sum(t.pos.shape[2] for t in parts) <= self.kept.slots:
             # Nothing to choose, and nothing that is kept already moves.
-            self.kept.pools[0].extend(parts[1:], parts[0].pos.shape[2])
+            kept, arriving = (0, parts) if rows.empty else (parts[0].pos.shape[2], parts[1:])
+            self.kept.pools[0].extend(arriving, kept)
             return
+        if active is None:
+            active = (pos >= 0).any(1)
         found = joined(parts)
         if not solid:
             found = found.in_order()
-        seen = replace(self.seen([found], last, rows, new_q, new_pos), solid=solid)
-        if new_q is not None and self.statistics:
+        seen = replace(self.seen([found], rows, pos, q), solid=solid)
+        if q is not None and self.statistics:
             found = replace(found, state=self.policy.score.absorb(seen))
             seen = replace(seen, state=found.state)
         survives = seen.valid
@@ -243,7 +250,7 @@ class Layer(nn.Module):
 
     def drop_one(self, new: Tokens, q: Tensor, pos: Tensor, rows: Rows) -> None:
         """Of the kept tokens and the newest one the least important goes; an empty slot goes first."""
-        seen = self.seen([*self.kept.tokens(self.kept.slots), new], rows.last(pos), rows, q, pos)
+        seen = self.seen([*self.kept.tokens(self.kept.slots), new], rows, pos, q)
         if self.drops_before:
             seen = replace(seen, ahead=0)
         ranks = self.policy.guard(self.policy.score.score(seen), seen, self.budget)
@@ -251,32 +258,26 @@ class Layer(nn.Module):
         least = torch.where(ranks == ranks.amin(-1, keepdim=True), seen.pos, -2)
         self.kept.replace(least.argmax(-1, keepdim=True), new)
 
-    def seen(
-        self,
-        parts: list[Tokens],
-        last: Tensor,
-        rows: Rows,
-        new_q: Tensor | None,
-        new_pos: Tensor | None,
-    ) -> Seen:
+    def seen(self, parts: list[Tokens], rows: Rows, pos: Tensor | None, q: Tensor | None) -> Seen:
+        """What scorers are shown; pos and q as in `compress`."""
         n, (wo, turn) = rows.n_queries, self.borrowed
         queries, q_pos = self.queries, rows.query_pos
-        if n and new_q is not None:
-            queries, q_pos = self.with_latest(new_q, new_pos, rows), rows.with_latest(new_pos)
+        if n and q is not None:
+            queries, q_pos = self.with_latest(q, pos, rows), rows.with_latest(pos)
         return Seen(
             q=queries[:, :, :, :n],
             q_pos=q_pos[:, :n],
             k_parts=[t.k for t in parts],
             v_parts=[t.v for t in parts],
             pos=torch.cat([t.pos for t in parts], 2),
-            last=last,
+            last=rows.last(pos),
             sliding=self.window,
             wo=wo.weight.view(-1, *self.queries.shape[1:3], self.sizes.head_dim)
             if self.weighs_output
             else None,
             state={name: torch.cat([t.state[name] for t in parts], 2) for name in self.statistics},
-            new_q=None if new_q is None else new_q.unflatten(1, (self.sizes.heads, -1)),
-            new_pos=new_pos,
+            new_q=None if q is None else q.unflatten(1, (self.sizes.heads, -1)),
+            new_pos=None if q is None else pos,
             turn=turn,
         )
 
@@ -309,10 +310,14 @@ class Layer(nn.Module):
         return self.queries.float().scatter(3, slot, q.gather(3, index))
 
     def held(self, rows: Rows) -> list[Tokens]:
+        if rows.empty:
+            return []
         return [*self.kept.tokens(rows.used), self.fresh_tokens(rows.n_fresh, rows)]
 
     def candidates(self, rows: Rows) -> list[Tokens]:
         """Of what is held, that which may move: codes to which others are only added need no look."""
+        if rows.empty:
+            return []
         adds_only = self.adds and not self.policy.store.tiers_by_score
         pools = [pool for pool in self.kept.pools if pool.exact or not adds_only]
         tokens = [pool.tokens(pool.filled(rows.used)) for pool in pools]

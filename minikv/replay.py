@@ -49,14 +49,16 @@ class Repetition:
         return here.attend_past(q, past, pos)
 
 
-def hidden_with_replay(model: nn.Module, cache: CompressedKVCache, tokens: Tensor, pos: Tensor) -> Tensor:
+def hidden_with_replay(
+    model: nn.Module, tokens: Tensor, pos: Tensor, cache: CompressedKVCache, at: Tensor | None = None
+) -> Tensor:
     """`model.hidden` of a chunk, which is then read again in pieces and compressed by what that showed.
 
-    tokens, pos `[B, T]` -> states `[B, T, C]`. Holds the whole chunk's keys and values of all layers meanwhile.
+    Holds the whole chunk's keys and values of all layers meanwhile.
     """
     score, rows = cache.policy.score, cache.rows
     first = Reading(cache)
-    x = model.hidden(tokens, pos, first)
+    x = model.hidden(tokens, pos, first, at)
     length = tokens.shape[1]
     last = rows.last(pos)[:, None]  # [B, 1]
     for begin in range(0, length, score.chunk):
@@ -64,8 +66,8 @@ def hidden_with_replay(model: nn.Module, cache: CompressedKVCache, tokens: Tenso
         start = max(begin - score.lead, 0)
         order = torch.arange(end - start, device=pos.device)
         again = torch.where(pos[:, start:end] >= 0, last + 1 + order, REST)
-        model.hidden(tokens[:, start:end], again, Repetition(first, begin, end, score.sinks))
-    active = (pos >= 0).any(1)
+        nowhere = torch.zeros_like(last[:, 0])  # only what attention leaves is wanted of the repetition
+        model.hidden(tokens[:, start:end], again, Repetition(first, begin, end, score.sinks), nowhere)
     for layer, parts in zip(cache.layers, first.parts, strict=True):
-        layer.compress(parts, rows.last(pos), rows, active)
+        layer.compress(parts, rows, pos)
     return x

@@ -101,8 +101,13 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, at: Tensor | None = None
+    ) -> Tensor:
+        """States `[B, T, C]`; with at `[B]` only those of one token per row, `[B, 1, C]`."""
         x = x + self.attention(self.attention_norm(x), rope, attend)
+        if at is not None:
+            x = x.take_along_dim(at[:, None, None], 1)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -134,12 +139,16 @@ class Transformer(nn.Module):
         cache.end(pos)
         return self.logits(x)
 
-    def hidden(self, tokens: Tensor, pos: Tensor, cache: KVCache | None) -> Tensor:
-        """tokens and pos [B, T] -> states before the head, [B, T, C]."""
+    def hidden(self, tokens: Tensor, pos: Tensor, cache: KVCache | None, at: Tensor | None = None) -> Tensor:
+        """tokens and pos [B, T] -> states before the head, [B, T, C].
+
+        With at [B], only those of the tokens at these places, [B, 1, C]: the last MLP runs for them alone.
+        """
         x = self.embed(tokens)
         rope = self.rope(pos)
         for layer, block in enumerate(self.layers):
-            x = block(x, rope, self.attend_in(layer, pos, cache))
+            wanted = at if layer + 1 == len(self.layers) else None
+            x = block(x, rope, self.attend_in(layer, pos, cache), wanted)
         return self.norm(x)
 
     def attend_in(self, layer: int, pos: Tensor, cache: KVCache | None) -> Attend:

@@ -98,6 +98,14 @@ def test_token_by_token_equals_one_forward(feature, tmp_path):
     assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-3)
 
 
+def test_states_of_one_token_per_row_are_those_among_all():
+    model = random_model(Config("llama", 2, 32, 4, 2, 8, 48, 64, 64), dtype="float32")
+    tokens, at = torch.arange(20).view(2, 10), torch.tensor([9, 3])
+    pos = torch.arange(10).expand(2, -1)
+    alone = model.hidden(tokens, pos, None, at)
+    assert_close(alone, model.hidden(tokens, pos, None)[torch.arange(2), at][:, None])
+
+
 def test_dynamic_rope_decodes_as_transformers_does(tmp_path):
     """Past the trained length the base grows with each step while earlier keys keep their angle."""
     theirs = published("Llama", dict(rope_parameters=DYNAMIC), tmp_path)

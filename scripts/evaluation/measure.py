@@ -26,7 +26,7 @@ Measure = Callable[[Transformer, Tokenizer, Sample, list[CompressedKVCache], lis
 
 
 class Together:
-    """Empty caches that read a first chunk in one forward: each compresses its own way after attending in full."""
+    """Empty caches that read a first chunk in one forward: attention is the same, each compresses its own way."""
 
     def __init__(self, caches: list[CompressedKVCache]):
         self.caches = caches
@@ -35,7 +35,12 @@ class Together:
         return [cache.begin(tokens, pos) for cache in self.caches][0]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        return [cache.attend(layer, q, k, v, pos) for cache in self.caches][0]
+        first, *others = self.caches
+        y = first.attend(layer, q, k, v, pos)
+        for cache in others:
+            here, rows = cache.layers[layer], cache.rows
+            here.take(here.arrived(k, v, pos, rows.tokens), q, pos, rows)
+        return y
 
     def end(self, pos: Tensor) -> None:
         for cache in self.caches:
