@@ -21,6 +21,7 @@ class Reading:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         rows, here = self.cache.rows, self.cache.layers[layer]
+        k, v = k.clone(), v.clone()  # as parts of the projection's output they would keep all of it
         self.parts.append([*here.held(rows), here.arrived(k, v, pos, rows.tokens)])
         return here.attend_chunk(q, self.parts[layer], pos, rows)
 

@@ -51,24 +51,22 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        self.head_dim = config.head_dim
-        q_size, kv_size = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        self.sizes = (q_size, kv_size, kv_size)
-        self.wqkv = Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
-        self.wo = Linear(q_size, config.hidden_size, bias=config.o_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.head_dim, self.n_q, self.n_kv = config.head_dim, config.n_heads, config.n_kv_heads
+        size = config.head_dim * (config.n_heads + 2 * config.n_kv_heads)
+        self.wqkv = Linear(config.hidden_size, size, bias=config.qkv_bias)
+        self.wo = Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        batch, length, _ = x.shape
-        # [B, heads, T, D] each
-        q, k, v = (
-            part.view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for part in self.wqkv(x).split(self.sizes, dim=-1)
-        )
-        q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
+        heads = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, (G + 2) * H, T, D]
+        qk, v = heads.split((self.n_q + self.n_kv, self.n_kv), 1)
+        if self.q_norm is not None:
+            q, k = qk.split((self.n_q, self.n_kv), 1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+        q, k = rotate(qk, *rope).split((self.n_q, self.n_kv), 1)
         y = attend(q, k, v)
-        return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+        return self.wo(y.transpose(1, 2).flatten(2))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
