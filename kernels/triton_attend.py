@@ -221,13 +221,14 @@ def partial_op(
     batch, heads, group, d = q.shape
     n, block, tile, share, first_place, _, first_slot, _ = cut
     pool = owner is not None
+    wide = d * (1 if k_form[0] == RAW else 2)  # unpacking takes registers: twice the threads spill none
     wrap_triton(partial)[(triton.cdiv(n, share), batch if pool else batch * heads)](
         tops, masses, sums, logits, q, bias, q_pos, pos, owner, *k, *v,
         *strides(pos, pool, 1), *strides(k[0], pool, 2), *strides(k[1], pool, 2),
         *strides(v[0], pool, 2), *strides(v[1], pool, 2),
         window, d**-0.5, heads, n, tops.shape[1], first_place, 0 if logits is None else logits.shape[1], first_slot,
         d, group, max(triton.next_power_of_2(group), 8), tile, share, max(block, 1), *k_form, *v_form,
-        num_warps=8 if d > 128 else 4,
+        num_warps=8 if wide > 128 else 4,
     )  # fmt: skip
 
 
@@ -251,7 +252,7 @@ def merge_op(
         y, y_turned if any(turned) else None, None if logits is None else p, tops, masses, sums, logits,
         heads, tops.shape[1], 0 if logits is None else logits.shape[1],
         *numbers, *[None, 0, 0, 0, 0, 0] * missing, len(owners), *turned, *[False] * missing,
-        d, group, wide, max(4096 // wide, 1), 1024, num_warps=4,
+        d, group, wide, max(2048 // wide, 1), 1024, num_warps=4,
     )  # fmt: skip
     return y, y_turned, p
 
