@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.pack import split_planes, unit_values, unpack
+from kernels.pack import shifts, split_planes, unit_values, unpack
 
 TILE = 1024  # slots unpacked at a time
 HALF_MAX = torch.finfo(torch.float16).max
@@ -127,11 +127,19 @@ def dot_channels(q: Tensor, words: Tensor, scale: Tensor, zero: Tensor, bits: in
 
 def dot_levels(q: Tensor, words: Tensor, scale: Tensor, levels: Tensor, bits: int) -> Tensor:
     """`q . x^` for levels; q is rotated as the keys are. See `decode_levels`."""
+    if torch.compiler.is_compiling():
+        values = chosen(words, levels, bits, q.shape[-1])
+        heads = [(head[..., None] * values).sum(-2) for head in stored(q).unbind(-2)]
+        return torch.stack(heads, -2) * scale.float().mT
     return dot_tiles(q, words.shape[-2], TILE, level_tile(q.shape[-1], words, scale, levels, bits))
 
 
 def mix_levels(w: Tensor, words: Tensor, scale: Tensor, levels: Tensor, bits: int, d: int) -> Tensor:
     """`weights . x^` for levels, still rotated."""
+    if torch.compiler.is_compiling():
+        values = chosen(words, levels, bits, d)
+        heads = stored(w * scale.float().mT).unbind(-2)
+        return torch.stack([(head[..., None, :] * values).sum(-1) for head in heads], -2)
     return mix_tiles(w, TILE, level_tile(d, words, scale, levels, bits))
 
 
@@ -193,6 +201,24 @@ def mix_lanes(weights: Tensor, planes: list[tuple[int, Tensor]], group: int) -> 
             total = total + weight * sums.flatten(-2)[..., :group]
         heads.append(total)
     return torch.stack(heads, -3)
+
+
+def chosen(words: Tensor, levels: Tensor, bits: int, d: int) -> Tensor:
+    """Levels `[..., d, n]`. Each bit chooses a half of the table: a lookup would go lane by lane."""
+    codes, low = 0, 0
+    for width, plane in split_planes(words, bits, d):
+        places = shifts(width, words.device)[:, None, None]
+        lane = (plane.squeeze(-2).mT[..., None, :, :] >> places) & (2**width - 1)  # [..., 32 / width, W, n]
+        codes = codes + (lane.flatten(-3, -2)[..., :d, :] << low)
+        low += width
+
+    def among(first: int, bit: int) -> Tensor:
+        if bit < 0:
+            return levels[first]
+        half = 1 << bit
+        return torch.where((codes & half) != 0, among(first + half, bit - 1), among(first, bit - 1))
+
+    return among(0, bits - 1)
 
 
 def stored(x: Tensor) -> Tensor:

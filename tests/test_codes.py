@@ -125,6 +125,19 @@ def turbo(bits: int, d: int = 128, **options) -> tuple[RotatedLevels, dict]:
     return codec, codec.constants(d, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("bits", LEVELS)
+@pytest.mark.parametrize("d", [64, 80])
+def test_products_with_levels_are_products_with_what_they_decode_to(bits, d, monkeypatch):
+    codec, fixed = turbo(bits, d)
+    q, w = noise(2, 2, 3, d, seed=1), noise(2, 2, 3, 40, seed=2).softmax(-1)
+    parts = codec.encode(noise(2, 2, 40, d), fixed)
+    decoded = codec.decode(parts, fixed)
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda value=compiling: value)
+        assert_close(codec.dot(q, parts, fixed), q @ decoded.mT, atol=3e-4, rtol=1e-4)
+        assert_close(codec.mix(w, parts, fixed), w @ decoded, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_rotated_levels_lose_the_share_of_the_table(bits):
     codec, fixed = turbo(bits)
