@@ -10,7 +10,7 @@ As in cold-compress, one token goes per step (the paper drops many at a time and
 and a prompt casts one vote per token: whether the mean attention of those of its queries that could see
 the token was at least 1/n. A later turn does the same. Here the newest step votes before a token goes.
 
-A history is a ring of bits in `ceil(history / 8)` bytes. Each token counts its own votes, and the count
+A history is a ring of bits in `ceil(history / 32)` words. Each token counts its own votes, and the count
 modulo `history` is the place of the next, so a chunk moves every ring on by one place and not by its length.
 """
 
@@ -36,29 +36,29 @@ class Scissorhands(Scorer):
             raise ValueError(f"scissorhands needs a history of at least 1 step, not {self.history}")
 
     def state(self, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {"votes": ((-(-self.history // 8),), torch.uint8), "cast": ((), torch.int32)}
+        return {"votes": ((-(-self.history // 32),), torch.int32), "cast": ((), torch.int32)}
 
     def absorb(self, seen: Seen) -> dict[str, Tensor]:
         mean = seen.received() / n_seeing(seen).clamp(min=1)
         share = 1 / (seen.pos >= 0).sum(-1, keepdim=True).clamp(min=1)
-        byte, voted = self.vote(seen.state, mean >= share)
-        return {"votes": seen.state["votes"].scatter(-1, byte, voted), "cast": seen.state["cast"] + 1}
+        word, voted = self.vote(seen.state, mean >= share)
+        return {"votes": seen.state["votes"].scatter(-1, word, voted), "cast": seen.state["cast"] + 1}
 
     def watch(self, state: dict[str, Tensor], p: Tensor, share: Tensor, now: Tensor) -> None:
         awake = (now >= 0).expand_as(p)
-        byte, voted = self.vote(state, p >= share)
-        voted = torch.where(awake[..., None], voted, state["votes"].gather(-1, byte))
-        state["votes"].scatter_(-1, byte, voted)
+        word, voted = self.vote(state, p >= share)
+        voted = torch.where(awake[..., None], voted, state["votes"].gather(-1, word))
+        state["votes"].scatter_(-1, word, voted)
         state["cast"].add_(awake)
 
     def vote(self, state: dict[str, Tensor], yes: Tensor) -> tuple[Tensor, Tensor]:
-        """Which byte of its history each token's next vote falls in and that byte after it, `[B, H, n, 1]`."""
+        """Which word of its history each token's next vote falls in and that word after it, `[B, H, n, 1]`."""
         place = (state["cast"] % self.history)[..., None]
-        byte = (place >> 3).long()
-        old = state["votes"].gather(-1, byte)
-        bit = (1 << (place & 7)).to(torch.uint8)
+        word = (place >> 5).long()
+        old = state["votes"].gather(-1, word)
+        bit = torch.ones_like(place) << (place & 31)
         # A vote of `history` steps ago stands where this one goes: a no must clear it.
-        return byte, torch.where(yes[..., None], old | bit, old & ~bit)
+        return word, torch.where(yes[..., None], old | bit, old & ~bit)
 
     def score(self, seen: Seen) -> Tensor:
         cast = seen.state["cast"].clamp(min=1, max=self.history)
@@ -75,7 +75,8 @@ def n_seeing(seen: Seen) -> Tensor:
 
 
 def ones(x: Tensor) -> Tensor:
-    """Bits set in each byte: sums of neighbouring bits, then of pairs, then of halves."""
-    x = x - ((x >> 1) & 0x55)
-    x = (x & 0x33) + ((x >> 2) & 0x33)
-    return (x + (x >> 4)) & 0x0F
+    """Bits set in each word: sums of neighbouring bits, of pairs, of fours, and of the bytes that remain."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return (x + (x >> 8) + (x >> 16) + (x >> 24)) & 0x3F
