@@ -240,7 +240,7 @@ def test_scissorhands_in_a_sliding_window_asks_only_the_queries_that_could_see_t
             assert score == (sum(got) / len(got) >= 1 / 30)
 
 
-def test_every_byte_has_as_many_ones_as_python_counts():
+def test_words_have_as_many_ones_as_python_counts():
     words = [0, -1, 1, 2**31 - 1, -(2**31), 0x12345678, -0x76543210]
     assert ones(torch.tensor(words, dtype=torch.int32)).tolist() == [(x % 2**32).bit_count() for x in words]
 
