@@ -1,4 +1,4 @@
-"""Matrix products of the decoder: the library's, and for one token at a time one that reads weights faster."""
+"""Matrix products of the decoder: the library's, and for a few tokens at a time one that reads weights faster."""
 
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compiled decode steps of several caches side by side: ratios that a drifting machine does not disturb.
 
-    python scripts/bench_steps.py full::8000 snapkv:512:8000 snapkv:512:1000 adakv:512:8000
-    python scripts/bench_steps.py full::6000 int8::6000 int4::6000 kivi4::6000
+    python scripts/bench_steps.py full::8000 snapkv:512:8000 snapkv:512:3000 snapkv:512:1000 adakv:512:8000
+    python scripts/bench_steps.py full::6000 int8::6000 int4::6000 kivi4::6000 turbo4::6000 turbo2::6000
     python scripts/bench_steps.py full::8000:8 snapkv:512:8000:8
 
 A row is POLICY:BUDGET:CONTEXT[:BATCH]; without a budget the cache holds the whole context. Caches are filled with

@@ -59,7 +59,7 @@ def title(rows: list[Row]) -> str:
     length = f"{first['tokens']}+{first['new']}" if first["new"] else f"{first['tokens']}"
     asked = "" if first["protocol"] == "none" else f", question-{first['protocol']}"
     name = Path(first["task"]).stem
-    return f"{name}, {length} tokens{asked} ({Path(first['model']).name}, n = {len(grouped(rows, 'sample'))})"
+    return f"{name}, {length} tokens{asked}\n{Path(first['model']).name}, n = {len(grouped(rows, 'sample'))}"
 
 
 SIZES = {
@@ -125,7 +125,7 @@ def needles(rows: list[Row], path: Path) -> Path:
     figure, grid = pyplot.subplots(
         n_rows,
         n_columns,
-        figsize=(1.6 + 1.5 * n_columns, 1.2 + 1.3 * n_rows),
+        figsize=(1.6 + 1.6 * n_columns, 1.2 + 1.4 * n_rows),
         squeeze=False,
         layout="constrained",
     )
@@ -136,7 +136,8 @@ def needles(rows: list[Row], path: Path) -> Path:
         for (tokens, depth), same in grouped(mine, "tokens", "depth").items():
             cells[depths.index(depth), lengths.index(tokens)] = mean(row["metrics"][column] for row in same)
         image = axes.imshow(cells, cmap="cividis", vmin=0, vmax=1, aspect="auto")
-        axes.set_title(policy if policy == "full" else f"{policy}, {amount(mine[0])}", fontsize=10)
+        # A panel is narrower than the name of a policy with its options, so they have lines of their own.
+        axes.set_title(f"{policy}, {amount(mine[0])}".replace("(", "\n("), fontsize=9)
         axes.set_xticks(range(len(lengths)), lengths)
         axes.set_yticks(
             range(len(depths)), [f"{100 * depth:g} %" for depth in depths] if i % PANELS == 0 else []
