@@ -221,14 +221,16 @@ def partial_op(
     batch, heads, group, d = q.shape
     n, block, tile, share, first_place, _, first_slot, _ = cut
     pool = owner is not None
-    wide = d * (1 if k_form[0] == RAW else 2)  # unpacking takes registers: twice the threads spill none
+    # Unpacking takes registers: with twice the threads none is spilled; wide tables of levels take twice that.
+    warps = triton.next_power_of_2(d) // (32 if k_form[0] == RAW else 16)
+    most = 16 if k_form[0] == LEVELS else 8
     wrap_triton(partial)[(triton.cdiv(n, share), batch if pool else batch * heads)](
         tops, masses, sums, logits, q, bias, q_pos, pos, owner, *k, *v,
         *strides(pos, pool, 1), *strides(k[0], pool, 2), *strides(k[1], pool, 2),
         *strides(v[0], pool, 2), *strides(v[1], pool, 2),
         window, d**-0.5, heads, n, tops.shape[1], first_place, 0 if logits is None else logits.shape[1], first_slot,
         d, group, max(triton.next_power_of_2(group), 8), tile, share, max(block, 1), *k_form, *v_form,
-        num_warps=8 if wide > 128 else 4,
+        num_warps=min(max(warps, 4), most),
     )  # fmt: skip
 
 

@@ -247,6 +247,19 @@ def test_reading_together_is_reading_alone(policy, model, tok):
         torch.testing.assert_close(end, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_first_chunk_of_one_token_is_a_step_for_every_cache(model, tok):
+    maker = CacheMaker(model, tok, Settings(room=16))
+    plans, chunks = [FULL, Plan("snapkv", "64")], [[3], [4, 5, 6]]
+    caches = [maker.make(plan, 40) for plan in plans]
+    together, alone = read_prompt(model, caches, chunks), maker.make(plans[1], 40)
+    with torch.no_grad():
+        for chunk in chunks:
+            expected = prefill(model, [chunk], alone)
+    for end in together:
+        torch.testing.assert_close(end, expected, atol=1e-4, rtol=1e-4)
+    assert caches[1].kept(0) == alone.kept(0)
+
+
 # Runs.
 
 

@@ -226,7 +226,7 @@ def test_scissorhands_counts_the_votes_of_the_last_steps_exactly(history):
     assert max(len(v) for head in by_oracle(run, votes) for v in head.values()) > min(history, 100)
 
 
-def test_scissorhands_remembers_400_steps_in_50_bytes_and_a_count():
+def test_scissorhands_remembers_400_steps_in_13_words_and_a_count():
     assert Scissorhands().state(64) == {"votes": ((13,), torch.int32), "cast": ((), torch.int32)}
 
 
@@ -241,7 +241,14 @@ def test_scissorhands_in_a_sliding_window_asks_only_the_queries_that_could_see_t
 
 
 def test_words_have_as_many_ones_as_python_counts():
-    words = [0, -1, 1, 2**31 - 1, -(2**31), 0x12345678, -0x76543210]
+    drawn = torch.randint(-(2**31), 2**31, (1000,), generator=torch.Generator().manual_seed(0))
+    words = [
+        0,
+        -1,
+        -(2**31),
+        *(byte << shift for shift in (0, 8, 16) for byte in range(256)),
+        *drawn.tolist(),
+    ]
     assert ones(torch.tensor(words, dtype=torch.int32)).tolist() == [(x % 2**32).bit_count() for x in words]
 
 
